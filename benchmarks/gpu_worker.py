@@ -8,6 +8,7 @@ import json
 import resource
 import statistics
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from torch import Tensor
 
 from benchmarks.contenders import GPU_CONTENDERS, PROFILED, RANK_CONTENDERS, Trainer, Workload, by_name
 from benchmarks.model import PRESETS
-from benchmarks.streams import summarise_trace
+from benchmarks.streams import lanes, summarise_trace
 
 WARM_UP_STEPS = 3
 PROFILED_STEPS = 2
@@ -38,8 +39,14 @@ def batches(workload: Workload) -> list[tuple[Tensor, Tensor]]:
     return [(part[:, :-1].contiguous(), part[:, 1:].contiguous()) for part in tokens]
 
 
-def timing_pass(trainer: Trainer, workload: Workload, steps: int, warm_up: int = WARM_UP_STEPS) -> dict[str, Any]:
-    """Seconds a step, model TFLOP/s, and memory at the peak of the timed steps."""
+def timing_pass(
+    trainer: Trainer, workload: Workload, steps: int, warm_up: int = WARM_UP_STEPS, each: bool = True
+) -> dict[str, Any]:
+    """Seconds a step, model TFLOP/s, and memory at the peak of the timed steps.
+
+    Without ``each`` the device is waited for after all steps only, as in a loop that reads its losses: what a step
+    leaves in flight, such as all-gathers of updated parameters, may run under the next one.
+    """
     data = batches(workload)
     losses = [trainer.step(*data[step % 2]) for step in range(warm_up)]
     gc.collect()
@@ -48,12 +55,17 @@ def timing_pass(trainer: Trainer, workload: Workload, steps: int, warm_up: int =
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
     seconds: list[float] = []
+    synchronise(workload.device)
+    first = begin = time.perf_counter()
     for step in range(warm_up, warm_up + steps):
-        synchronise(workload.device)
-        begin = time.perf_counter()
         losses.append(trainer.step(*data[step % 2]))
-        synchronise(workload.device)
+        if each:
+            synchronise(workload.device)
         seconds.append(time.perf_counter() - begin)
+        begin = time.perf_counter()
+    synchronise(workload.device)
+    if not each:
+        seconds = [(time.perf_counter() - first) / steps]
     median = statistics.median(seconds)
     flops = 6 * workload.model.num_parameters * workload.batch * workload.model.seq
     return {
@@ -87,6 +99,24 @@ def profile_pass(trainer: Trainer, workload: Workload, folder: Path) -> dict[str
         return summarise_trace(json.load(text), prefix="shardwell::")
 
 
+def lanes_pass(trainer: Trainer, workload: Workload) -> dict[str, Any]:
+    """What ran on the device in one step, by lanes, and the share of it in which the link was idle."""
+    data = batches(workload)
+    for step in range(WARM_UP_STEPS):
+        trainer.step(*data[step % 2])
+    synchronise(workload.device)
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    if workload.device == "cuda":
+        activities.append(torch.profiler.ProfilerActivity.CUDA)
+    with tempfile.TemporaryDirectory() as folder:
+        with torch.profiler.profile(activities=activities) as profiler:
+            trainer.step(*data[WARM_UP_STEPS % 2])
+            synchronise(workload.device)
+        trace = Path(folder, "trace.json")
+        profiler.export_chrome_trace(str(trace))
+        return lanes(json.loads(trace.read_text()))
+
+
 def main() -> None:
     """Run the pass that the JSON in argv[1] describes."""
     spec = json.loads(sys.argv[1])
@@ -103,8 +133,10 @@ def main() -> None:
     trainer = by_name((*GPU_CONTENDERS, *RANK_CONTENDERS, PROFILED), spec["contender"]).build(workload)
     if spec["pass"] == "profile":
         result = profile_pass(trainer, workload, Path(spec["profile"]))
+    elif spec["pass"] == "lanes":
+        result = lanes_pass(trainer, workload)
     else:
-        result = timing_pass(trainer, workload, spec["steps"])
+        result = timing_pass(trainer, workload, spec["steps"], each=spec.get("each", True))
     Path(spec["folder"], f"{dist.get_rank()}.json").write_text(json.dumps(result))
     dist.destroy_process_group()
 

@@ -143,7 +143,9 @@ class Decoder(nn.Module):
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
         x = self.embedding(tokens)
-        dtype = torch.get_autocast_dtype(x.device.type) if torch.is_autocast_enabled(x.device.type) else x.dtype
+        kind = x.device.type
+        has_autocast = kind != "meta" and torch.is_autocast_enabled(kind)  # torch has none for meta tensors
+        dtype = torch.get_autocast_dtype(kind) if has_autocast else x.dtype
         cos, sin = rotary_table(tokens.shape[1], self.config.width // self.config.heads, x.device, dtype)
         for block in self.blocks:
             if self.checkpoint and torch.is_grad_enabled():

@@ -1,6 +1,8 @@
 """Several NCCL ranks on one GPU, each a host of its own to NCCL, which talk through sockets over loopback.
 
     python -m benchmarks.ranks [--ranks 2,4] [--size base,narrow] [--only NAME,...] [--rounds 2] [--json PATH]
+    python -m benchmarks.ranks --floor ...    plain collectives of the same sizes, on one and on two communicators
+    python -m benchmarks.ranks --lanes ...    what ran on the device in one step, for benchmarks.link_picture
 
 bf16 compute, fused AdamW, clipping at 1.0, activation checkpointing per block. The link has about the rate of 10 to 25
 Gbit Ethernet, and the ranks share the GPU, so the time of a step is that of the link and of all ranks' compute
@@ -20,7 +22,7 @@ from rich.table import Table
 
 from benchmarks.contenders import RANK_CONTENDERS, by_name
 from benchmarks.gpu import interleave
-from benchmarks.launch import run_ranks
+from benchmarks.launch import RunFailedError, run_ranks
 from benchmarks.measure import circumstances, command_line, keep, told
 
 GIB = 2**30
@@ -29,6 +31,7 @@ GIB = 2**30
 def measure_all(size: str, ranks: int, args: argparse.Namespace, console: Console) -> dict[str, Any]:
     """Return the raw figures of all rounds at one size and number of ranks, by contender."""
     spec = {"pass": "timing", "size": size, "batch": args.batch, "steps": args.steps, "device": args.device}
+    spec["each"] = False  # a loop that reads its losses, and waits for nothing else
     names = args.only.split(",") if args.only else [one.name for one in RANK_CONTENDERS]
     chosen = [by_name(RANK_CONTENDERS, name) for name in names]
 
@@ -39,6 +42,30 @@ def measure_all(size: str, ranks: int, args: argparse.Namespace, console: Consol
         return {"seconds": slowest["seconds"], "peak_allocated": max(peaks), "ranks": found}
 
     return interleave({one.name: one.missing() for one in chosen}, args.rounds, measure, console)
+
+
+def measure_floor(size: str, ranks: int, args: argparse.Namespace) -> dict[str, Any]:
+    """Return the seconds of plain collectives of the same sizes, by the number of communicators."""
+    spec = {"size": size, "steps": args.steps, "device": args.device}
+    found = run_ranks("benchmarks.link_floor", spec, ranks, args.limit, args.device)
+    return {**found[0], **{num: max(figures[num] for figures in found) for num in ("1", "2")}}
+
+
+def measure_lanes(size: str, ranks: int, args: argparse.Namespace, console: Console) -> dict[str, Any]:
+    """Return what ran on the device in one step of each contender."""
+    spec = {"pass": "lanes", "size": size, "batch": args.batch, "steps": 1, "device": args.device}
+    found: dict[str, Any] = {}
+    for name in args.only.split(",") if args.only else ["shardwell3"]:
+        try:
+            of_ranks = run_ranks("benchmarks.gpu_worker", {**spec, "contender": name}, ranks, args.limit, args.device)
+        except RunFailedError as failure:
+            found[name] = {"error": str(failure), "ranks": []}
+            continue
+        found[name] = {"error": None, "ranks": of_ranks}
+        shares = ", ".join(f"{lane} {share:.1%}" for lane, share in of_ranks[0]["busy"].items())
+        words = f"{name}: {of_ranks[0]['milliseconds']:.0f} ms, link idle {of_ranks[0]['link_idle']:.1%}; {shares}"
+        console.print(words, highlight=False)
+    return found
 
 
 def summarise(raw: dict[str, Any]) -> dict[str, Any]:
@@ -83,6 +110,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--only", default="", help="names of contenders, with commas")
     parser.add_argument("--limit", type=float, default=120.0, help="seconds after which a run has failed")
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
+    parser.add_argument("--floor", action="store_true", help="measure plain collectives of the same sizes, too")
+    parser.add_argument("--lanes", action="store_true", help="measure nothing, and keep what ran in one step")
     parser.add_argument("--json", help="where the raw figures go")
     return parser.parse_args(argv)
 
@@ -93,9 +122,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     report: dict[str, Any] = {**circumstances(command_line("ranks", argv), args.device), "sizes": {}}
     for size in args.size.split(","):
         for ranks in (int(count) for count in args.ranks.split(",")):
+            if args.lanes:
+                report.setdefault("lanes", {})[f"{size} x {ranks}"] = measure_lanes(size, ranks, args, console)
+                continue
             raw = measure_all(size, ranks, args, console)
             summary = summarise(raw)
             report["sizes"][f"{size} x {ranks}"] = {"summary": summary, "raw": raw}
+            if args.floor:
+                floor = report["sizes"][f"{size} x {ranks}"]["floor"] = measure_floor(size, ranks, args)
+                words = f"floor: {floor['1']:.4f} s on one communicator, {floor['2']:.4f} s on two"
+                console.print(f"{words} ({floor['collectives']} collectives)", highlight=False)
             console.print(ranks_table(summary, f"{size}, {ranks} ranks on one {args.device}"))
             for name, entry in raw.items():
                 if entry["error"]:

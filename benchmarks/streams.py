@@ -88,3 +88,38 @@ def summarise_trace(trace: dict[str, Any], prefix: str) -> dict[str, Any]:
         for stream in sorted(totals, key=lambda stream: -totals[stream])
     }
     return {"busiest_stream": main, "ranges": dict(ranges), "streams": streams}
+
+
+LANES = ("compute", "all-gather", "reduction", "copy")
+
+
+def lane_of(event: dict[str, Any]) -> str:
+    """The lane of an event on the device: a collective by its kernel's name, a copy, or compute."""
+    name = str(event["name"])
+    if "nccl" in name.lower():
+        return "all-gather" if "AllGather" in name or "Broadcast" in name else "reduction"
+    return "copy" if event["cat"] != "kernel" else "compute"
+
+
+def lanes(trace: dict[str, Any], gap: float = 20.0) -> dict[str, Any]:
+    """What ran in each lane, as disjoint intervals in milliseconds since the first, and for how much the link was idle.
+
+    Intervals that are no more than ``gap`` microseconds apart are drawn as one; the shares count the gaps.
+    """
+    busy: dict[str, list[Interval]] = {lane: [] for lane in LANES}
+    for event in trace["traceEvents"]:
+        if event.get("ph") == "X" and event.get("cat") in ON_DEVICE:
+            busy[lane_of(event)].append((event["ts"], event["ts"] + event["dur"]))
+    every = [interval for intervals in busy.values() for interval in intervals]
+    if not every:
+        return {"milliseconds": 0.0, "lanes": {lane: [] for lane in LANES}, "busy": {}, "link_idle": 1.0}
+    begin, end = min(first for first, _ in every), max(last for _, last in every)
+    link = merged(busy["all-gather"] + busy["reduction"])
+    shares = {lane: sum(b - a for a, b in merged(intervals)) / (end - begin) for lane, intervals in busy.items()}
+    shares["both directions"] = overlap(merged(busy["all-gather"]), merged(busy["reduction"])) / (end - begin)
+    drawn = {
+        lane: [[round((a - begin) / 1e3, 3), round((b - begin) / 1e3, 3)] for a, b in merged(intervals, gap)]
+        for lane, intervals in busy.items()
+    }
+    idle = 1.0 - sum(b - a for a, b in link) / (end - begin)
+    return {"milliseconds": (end - begin) / 1e3, "lanes": drawn, "busy": shares, "link_idle": idle}

@@ -5,16 +5,14 @@
 #include <cstdint>
 #include <cstring>
 
+#include "polynomials.h"
+
 #if defined(__PCLMUL__)
 #include <immintrin.h>
 #endif
 
 namespace shardwell {
 namespace {
-
-// Polynomials over two elements, the coefficient of x^0 in the top bit.
-constexpr uint32_t POLYNOMIAL = 0xedb88320;
-constexpr uint32_t times_x(uint32_t value) { return value >> 1 ^ (value & 1 ? POLYNOMIAL : 0); }
 
 struct CrcTables {
     uint32_t of[8][256];  // of[k][byte]: what a byte does to the sum when k more bytes follow
@@ -54,7 +52,7 @@ inline uint32_t crc_by_tables(uint32_t sum, const uint8_t* data, int64_t n) {
 
 // x^n modulo the polynomial, as the 64-bit factor of a carry-less product.
 constexpr uint64_t power(int n) {
-    uint32_t value = 0x80000000;
+    uint32_t value = ONE;
     for (int i = 0; i < n; ++i) value = times_x(value);
     return uint64_t{value} << 32;
 }

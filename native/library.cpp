@@ -4,6 +4,7 @@
 #include <vector>
 
 #include "kernels.h"
+#include "polynomials.h"
 
 namespace shardwell {
 namespace {
@@ -105,6 +106,24 @@ void shardwell_to_bf16(const float* source, uint16_t* out, int64_t numel, int32_
 
 uint32_t shardwell_crc32(uint32_t value, const void* data, int64_t num_bytes, int32_t isa) {
     return kernels_for(isa).crc32(value, static_cast<const uint8_t*>(data), num_bytes);
+}
+
+uint32_t shardwell_crc32_blocks(uint32_t value, const void* data, int64_t num_bytes, int64_t block, uint8_t* sums,
+                                int32_t isa) {
+    const auto* bytes = static_cast<const uint8_t*>(data);
+    const Kernels& kernels = kernels_for(isa);
+    const uint32_t by_a_block = power_of_bytes(block);
+    for (; num_bytes > 0; bytes += block, num_bytes -= block) {
+        const int64_t length = num_bytes < block ? num_bytes : block;
+        const uint32_t sum = kernels.crc32(0, bytes, length);
+        value = product(value, length == block ? by_a_block : power_of_bytes(length)) ^ sum;
+        for (int shift = 24; shift >= 0; shift -= 8) *sums++ = static_cast<uint8_t>(sum >> shift);
+    }
+    return value;
+}
+
+uint32_t shardwell_crc32_combine(uint32_t first, uint32_t second, int64_t num_bytes) {
+    return product(first, power_of_bytes(num_bytes)) ^ second;
 }
 
 void shardwell_encode(const Coded* rows, int32_t isa, int32_t threads) {

@@ -12,7 +12,7 @@
 
 namespace shardwell {
 
-constexpr int32_t ABI_VERSION = 6;
+constexpr int32_t ABI_VERSION = 7;
 constexpr int64_t BLOCK = 256;  // elements that share the exponents of their 8-bit moments, or the scale of their codes
 
 enum class Isa : int32_t { scalar = 0, avx2 = 1, avx512 = 2 };
@@ -118,6 +118,11 @@ SHARDWELL_EXPORT double shardwell_sum_of_squares(const void* data, int32_t numbe
 SHARDWELL_EXPORT void shardwell_to_bf16(const float* source, uint16_t* out, int64_t numel, int32_t isa,
                                         int32_t threads);
 SHARDWELL_EXPORT uint32_t shardwell_crc32(uint32_t value, const void* data, int64_t num_bytes, int32_t isa);
+// The same, and in `sums` those of the blocks, each in four bytes, big-endian; the last block may be shorter.
+SHARDWELL_EXPORT uint32_t shardwell_crc32_blocks(uint32_t value, const void* data, int64_t num_bytes, int64_t block,
+                                                 uint8_t* sums, int32_t isa);
+// That of bytes with the checksum `first` and `num_bytes` bytes with the checksum `second` after them.
+SHARDWELL_EXPORT uint32_t shardwell_crc32_combine(uint32_t first, uint32_t second, int64_t num_bytes);
 SHARDWELL_EXPORT void shardwell_encode(const shardwell::Coded*, int32_t isa, int32_t threads);
 SHARDWELL_EXPORT void shardwell_decode(const shardwell::Coded*, int32_t isa, int32_t threads);
 // values = factor * the sum of all messages, in fp32 and in their order; or that is added to them.

@@ -11,11 +11,14 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from tests.support import leaks
+from tests.support import leaks, preloaded
+from tests.support.fast import fast_cases
 from tests.support.ranks import Ranks
 
 torch.set_num_threads(1)
 leaks.watch()
+if not torch.cuda.is_available():  # where tests may use it, each process asks the driver itself
+    preloaded.install()
 
 
 @pytest.fixture(autouse=True)
@@ -29,6 +32,9 @@ def nothing_is_dropped() -> Iterator[None]:
 def pytest_addoption(parser: pytest.Parser) -> None:
     words = "give every engine in ranks a mesh of (REPLICAS, ranks / REPLICAS); with 1, nothing may change"
     parser.addoption("--mesh", type=int, metavar="REPLICAS", help=words)
+    parser.addoption(
+        "--fast", action="store_true", help="leave out what is slow, and all cases but one of tests in ranks"
+    )
 
 
 @pytest.fixture(scope="session")
@@ -38,7 +44,27 @@ def ranks(pytestconfig: pytest.Config) -> Iterator[Ranks]:
     pool.close()
 
 
+@pytest.fixture(scope="module")
+def preloaded_processes() -> Iterator[None]:
+    """What tests of the module start without an environment of their own comes with torch loaded."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(preloaded.VARIABLE, "1")
+        yield
+
+
+@pytest.fixture(scope="session")
+def nccl_ranks() -> Iterator[Ranks]:
+    """Ranks on NCCL that share one GPU."""
+    pool = Ranks(backend="nccl")
+    yield pool
+    pool.close()
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.getoption("--fast"):
+        chosen = fast_cases(items)
+        config.hook.pytest_deselected(items=[item for item in items if item not in set(chosen)])
+        items[:] = chosen
     if torch.cuda.is_available():
         return
     skip = pytest.mark.skip(reason="needs a CUDA device")

@@ -22,7 +22,7 @@ from shardwell.errors import (
 from shardwell.version import __version__
 
 if TYPE_CHECKING:
-    from shardwell import checkpointing, pipeline, utils, zero
+    from shardwell import checkpointing, pipeline, sequence_parallel, utils, zero
     from shardwell.cli.notebook import notebook_launcher
     from shardwell.config import Config
     from shardwell.engine import Engine, Initialized, Trace, UnitInfo, initialize
@@ -47,11 +47,12 @@ __all__ = [
     "initialize",
     "notebook_launcher",
     "pipeline",
+    "sequence_parallel",
     "utils",
     "zero",
 ]
 
-_ROOMS = ("checkpointing", "pipeline", "utils", "zero")
+_ROOMS = ("checkpointing", "pipeline", "sequence_parallel", "utils", "zero")
 _HOME = {
     "Config": "shardwell.config",
     "notebook_launcher": "shardwell.cli.notebook",

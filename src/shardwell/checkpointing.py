@@ -24,7 +24,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from shardwell.config import Config, load
 from shardwell.errors import ConfigError, ShardwellError
 from shardwell.memory import Device, Event, MemoryStats, TemporaryBuffers
-from shardwell.memory.device import num_gpus
+from shardwell.memory.local_gpus import num_gpus
 from shardwell.parallel import Collectives, RankGroup, TrafficStats
 
 _OPTIONS = ("preserve_rng_state", "context_fn", "determinism_check", "debug", "early_stop")  # torch's own
@@ -160,7 +160,7 @@ def _run(policy: Policy, function: Callable[..., Any], args: tuple[Any, ...], kw
 def _others_decide() -> bool:
     """Whether saved tensors go through hooks already: those of an enclosing checkpoint, or the user's."""
     top = torch._C._autograd._top_saved_tensors_default_hooks(True)
-    return top is not None and getattr(top[0], "__module__", "") != "shardwell.runtime.saved_tensors"
+    return top is not None and getattr(top[0], "__module__", "") != "shardwell.runtime.hooks"
 
 
 def _mesh_of(mpu: ModelParallel) -> RankGroup:

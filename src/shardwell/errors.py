@@ -45,6 +45,10 @@ class DivergenceError(ShardwellError):
     """Ranks are about to run different collectives, or to train different things."""
 
 
+class NoRoomError(ShardwellError):
+    """States do not fit where the configuration stores them; nothing was built."""
+
+
 class PeerError(ShardwellError):
     """Another rank failed; the message is the first failing rank's own."""
 

@@ -1,6 +1,6 @@
 """Where work that the host does, or waits for, is reported while a timeline is recorded; otherwise nobody listens.
 
-Whoever reports asks `listener` first, so that nothing but that question is done when no timeline is recorded.
+Code that reports asks `listener` first, so that nothing but that question is done when no timeline is recorded.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ PROFILE_FOLDER = "SHARDWELL_PROFILE"  # the folder that `shardwell run --profile
 class SpanListener(Protocol):
     """An object that is told of spans, on any thread; times are those of `time.perf_counter`."""
 
-    def span(self, row: str, name: str, begin: float, end: float) -> None:
+    def span(self, row: str, name: str, begin: float, end: float, num_bytes: int = 0) -> None:
         """Take a span that has ended."""
 
     def transfer(self, is_write: bool, num_bytes: int, transfer: object) -> None:

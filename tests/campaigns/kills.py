@@ -29,6 +29,7 @@ import torch
 from shardwell.checkpoint import Folder
 from shardwell.errors import CheckpointError
 from tests.campaigns.result import Result, command_line
+from tests.support import preloaded
 from tests.support.command import ROOT, arguments, environment
 
 SCRIPT = ROOT / "tests" / "campaigns" / "kills_script.py"
@@ -140,7 +141,7 @@ class Job:
             return [psutil.Process(process.pid) for process in self._started]
 
         def look() -> list[psutil.Process]:
-            children = psutil.Process(self._started[0].pid).children()
+            children = preloaded.children_of(self._started[0].pid)
             fresh = [child for child in children if child.pid not in self._gone]
             return fresh if len(fresh) == self.settings.ranks else []
 
@@ -399,4 +400,5 @@ def campaign(count: int, seed: int, seconds: float) -> Result:
 
 
 if __name__ == "__main__":
+    preloaded.install()  # a rank that has been killed is there again in a fraction of a second
     sys.exit(command_line(campaign, "tests.campaigns.kills", __doc__))

@@ -108,7 +108,7 @@ def outcome_of(draw: random.Random) -> tuple[str, str]:
         case = [group, str(room), str(width), str(layers), stage, tier, drive]
         command = [sys.executable, "-c", PROGRAM, *case]
         try:
-            done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT, env=environment())
+            done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT, env=environment(fresh=True))
         except subprocess.TimeoutExpired:
             return "hang", words
     if done.returncode < 0:

@@ -129,6 +129,7 @@ def damaged(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory, request: pyt
     return roots
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("num_ranks", "stage", "threshold"), [(1, 0, 0), (3, 3, 0), (2, 2, 600)])
 def test_no_flipped_bit_gets_in_at_another_layout(
     ranks: Ranks, damaged: list[str], num_ranks: int, stage: int, threshold: int

@@ -67,9 +67,12 @@ def save_boxes(
             for piece in layout.pieces(shard):
                 values_of_piece = box[piece.in_parameter :][: piece.numel]
                 where = (piece.in_parameter, piece.numel)
-                saved = SavedPiece.of(slot, name, "parameter", tensor.dtype, where, lambda part=values_of_piece: part)
-                record = stream(path / file, [saved.entry], lambda _, saved=saved: saved.read())
-                parts.append(Manifest({name: saved.record(file)}, {file: record}, values or {}))
+                found = SavedPiece.of(slot, name, "parameter", tensor.dtype, where, lambda part=values_of_piece: part)
+                saved = {one.key: one for one in found}
+                record = stream(
+                    path / file, [one.entry for one in saved.values()], lambda key, of=saved: of[key].read()
+                )
+                parts += [Manifest({name: one.record(file)}, {file: record}, values or {}) for one in saved.values()]
     return folder.commit(path, "a", Manifest.merge(parts))
 
 

@@ -103,6 +103,7 @@ def saved(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", [1, 3])
 def test_damage_is_named_and_changes_nothing(ranks: Ranks, saved: Path, tmp_path: Path, stage: int) -> None:
     for name, (damage, _) in DAMAGES.items():

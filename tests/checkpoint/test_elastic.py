@@ -22,6 +22,7 @@ BLOCK = 64  # bytes of which each has a checksum: small models have many such bl
 CHAIN = [(4, 3), (2, 1), (3, 2), (1, 3), (2, 0)]  # (ranks, stage)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", [Case(), Case(accumulation=2, clip=0.5, groups=True)], ids=["plain", "groups"])
 def test_a_run_through_many_worlds_is_one_run(ranks: Ranks, tmp_path: Path, case: Case) -> None:
     num_steps = 2 * len(CHAIN)

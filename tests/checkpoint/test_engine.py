@@ -251,6 +251,7 @@ def optimizers_go_on(root: str, names: list[str]) -> dict[str, float]:
     return far
 
 
+@pytest.mark.slow
 def test_the_state_of_any_optimizer_goes_on(ranks: Ranks, tmp_path: Path) -> None:
     for name, distance in ranks.run(2, optimizers_go_on, str(tmp_path), list(OPTIMIZERS), limit=240)[0].items():
         assert distance < 1e-9, name

@@ -127,6 +127,7 @@ def test_adapters_that_nothing_is_known_about_are_refused(tmp_path: Path) -> Non
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.slow
 def test_exports_carry_generation_config_and_tokenizer(tmp_path: Path) -> None:
     base = tmp_path / "base"
     llama().save_pretrained(base)

@@ -34,7 +34,7 @@ def test_a_checkpoint_is_there_once_it_is_committed_and_not_before(folder: Folde
     assert folder.commit(path, "step-1", manifest) == folder.root / "step-1"
     assert folder.tags() == ["step-1"]
     assert folder.latest() == "step-1"
-    assert (folder.root / "latest").read_text() == "step-1\n"
+    assert (folder.root / "latest").read_text() == "step-1"  # as DeepSpeed writes it: programs read the tag as it is
     assert folder.open() == folder.open("step-1") == manifest
     assert load(folder) == 1
     assert hidden(folder.root) == []
@@ -262,6 +262,15 @@ def test_a_name_that_a_crash_kept_from_its_place_is_gone_after_seconds(folder: F
     os.utime(left, (time.time() - 10, time.time() - 10))
     assert folder.clean() == [left.name]
     assert load(folder) == 1
+
+
+def test_the_next_commit_removes_a_name_that_a_crash_kept_from_its_place(folder: Folder) -> None:
+    save(folder, "a", 1)
+    left = folder.root / f".latest.{'0' * 16}.partial"
+    left.write_text("a")
+    save(folder, "b", 2)
+    assert not left.exists()
+    assert load(folder) == 2
 
 
 def test_a_name_that_was_taken_for_a_leftover_on_a_slow_drive_is_written_again(

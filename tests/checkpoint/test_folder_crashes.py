@@ -82,6 +82,7 @@ def clean_up(folder: Folder) -> None:
 FAILURES = pytest.mark.parametrize(("error", "forever"), [(Crash, True), (disk_error, False)], ids=["crash", "error"])
 
 
+@pytest.mark.slow
 @FAILURES
 def test_a_failure_while_a_checkpoint_is_replaced_leaves_the_old_or_the_new(
     tmp_path: Path, error: Any, forever: bool
@@ -146,6 +147,7 @@ def test_a_failure_while_pruning_leaves_no_half_checkpoint(tmp_path: Path, error
         assert folder.tags() == ["step-3", "step-2"]
 
 
+@pytest.mark.slow
 @FAILURES
 def test_a_failure_while_cleaning_loses_nothing(tmp_path: Path, error: Any, forever: bool) -> None:
     def prepare(folder: Folder) -> None:

@@ -179,6 +179,7 @@ def engine() -> shardwell.Engine:
     return engine
 
 
+@pytest.mark.slow
 def test_a_forged_value_is_refused_and_nothing_is_changed(
     saved: Path, engine: shardwell.Engine, tmp_path: Path
 ) -> None:

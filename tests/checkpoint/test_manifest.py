@@ -6,6 +6,7 @@ import contextlib
 import copy
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -257,6 +258,11 @@ def test_a_changed_manifest_does_not_match_its_checksum() -> None:
             Manifest.from_json(json.dumps({**json.loads(example().to_json()), "checksum": checksum}))
 
 
+def test_a_manifest_that_was_formatted_anew_matches_its_checksum() -> None:
+    text = json.dumps(json.loads(example().to_json()), indent=1, sort_keys=True)
+    assert Manifest.from_json(text) == Manifest.from_json(text.encode("ascii")) == example()
+
+
 def deep(levels: int) -> Any:
     value: Any = 1
     for level in range(levels):
@@ -368,6 +374,14 @@ def test_a_part_travels_as_json_and_is_no_manifest() -> None:
         Manifest.from_json(text)
     with pytest.raises(CheckpointError, match="elements 0 to 5 are in no piece"):
         first.to_json()
+
+
+def test_a_valid_part_is_still_no_manifest_and_a_changed_copy_is_checked() -> None:
+    first = Manifest.from_json(parts()[0].to_json(part=True), part=True)
+    with pytest.raises(CheckpointError, match="elements 0 to 5 are in no piece"):
+        first.check()
+    with pytest.raises(CheckpointError, match="step: nan"):
+        replace(first, values={"step": float("nan")}).check(part=True)
 
 
 @pytest.mark.parametrize(

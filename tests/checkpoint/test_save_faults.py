@@ -130,7 +130,9 @@ def be_killed_or_survive(rank: int, port: int, root: str) -> None:
     Path(root, "heard").write_text(json.dumps([time.monotonic() - begin, words]))
 
 
-def test_who_waits_for_a_save_in_which_a_rank_was_killed_hears_so_soon(tmp_path: Path) -> None:
+def test_who_waits_for_a_save_in_which_a_rank_was_killed_hears_so_soon(
+    tmp_path: Path, preloaded_processes: None
+) -> None:
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     context = multiprocessing.get_context("spawn")
     jobs = [context.Process(target=be_killed_or_survive, args=(r, store.port, str(tmp_path))) for r in range(2)]

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
-def report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def report(tmp_path_factory: pytest.TempPathFactory, preloaded_processes: None) -> dict[str, Any]:
     """One round of stage 3 on two ranks and on the disk, as the command line measures it."""
     folder = tmp_path_factory.mktemp("checkpoints")
     with pytest.MonkeyPatch.context() as patch:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -14,6 +16,7 @@ import shardwell
 from shardwell.cli import app
 from shardwell.cli.examples import EXAMPLES
 from shardwell.errors import ShardwellError
+from tests.support.command import ROOT, environment
 
 
 def commands(group: Any, path: tuple[str, ...] = ()) -> dict[tuple[str, ...], Any]:
@@ -71,6 +74,23 @@ def test_a_notebook_runs_a_function_on_ranks() -> None:
     assert [200 <= value < 300 for value in found] == [True, True]
 
 
+def multiplied() -> float:
+    return float((torch.ones(300, 300) @ torch.ones(300, 300)).exp().sum().isinf())
+
+
+def test_ranks_compute_after_the_notebook_has_used_threads() -> None:
+    """In a process of its own: this one computes with one thread."""
+    code = (
+        "import torch, shardwell\ntorch.set_num_threads(2)\nfrom tests.cli.test_courtesies import multiplied\n"
+        "torch.set_num_threads(2)\ntorch.nn.functional.gelu(torch.randn(1000, 1000)); multiplied()\n"
+        "print(shardwell.notebook_launcher(multiplied, num_ranks=2))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment(), cwd=ROOT, capture_output=True, text=True, timeout=100
+    )
+    assert done.stdout.strip() == "[1.0, 1.0]", done.stderr
+
+
 def test_an_error_of_a_rank_is_shown_in_the_notebook() -> None:
     with pytest.raises(ShardwellError, match=r"a rank failed:[\s\S]*ValueError: the cell is wrong"):
         shardwell.notebook_launcher(refuse, num_ranks=2)
@@ -84,7 +104,26 @@ def test_reports_are_tables_in_a_notebook_and_never_empty() -> None:
     with engine.record(timing=True) as trace:
         engine.backward(engine(torch.ones(2, 4)).sum())
         engine.step()
-    for report in (engine.memory(), engine.traffic(), trace.timeline):
-        assert report._repr_html_().startswith(("<pre>", "<svg"))
-        assert str(report).strip()
-    assert str(trace).strip()
+    with engine.record() as plain:
+        engine.backward(engine(torch.ones(2, 4)).sum())
+        engine.step()
+    starts = {
+        "<table>": (engine.memory(), engine.traffic(), engine.units),
+        "<svg": (trace, trace.timeline),
+        "<pre": (plain,),
+    }
+    for start, reports in starts.items():
+        for report in reports:
+            assert report._repr_html_().startswith(start)
+            assert str(report).strip()
+    assert '<td style="text-align:right">5</td>' in engine.units._repr_html_()
+    engine.destroy()
+
+
+def test_a_notebook_that_is_a_rank_already_is_told() -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        with pytest.raises(ShardwellError, match="this notebook is a rank already"):
+            shardwell.notebook_launcher(trained, (1,))
+    finally:
+        dist.destroy_process_group()

@@ -91,3 +91,12 @@ def test_a_stage_that_does_not_exist_is_one_clear_line() -> None:
     result = shardwell("demo", "--stages", "0,4")
     assert result.returncode == 2
     assert result.stderr == "error: --stages 0,4: expected some of 0,1,2,3, separated by commas, each once\n"
+
+
+def test_layouts_of_three_axes_train_alike(tmp_path: Path) -> None:
+    result = shardwell("demo", "--3d", "--ranks", "4", "--steps", "2", "--out", "out", cwd=tmp_path)
+    assert result.returncode == 0, result.stdout + result.stderr
+    found = json.loads((tmp_path / "out" / "demo-3d.json").read_text())
+    assert found["agrees"]
+    assert [one["received"]["tensor"] > 0 for one in found["layouts"]] == [False, True, False, True]
+    assert [one["received"]["pipe"] > 0 for one in found["layouts"]] == [False, False, True, True]

@@ -15,7 +15,7 @@ SMALL = ("--small", "--device", "cpu", "--only", "lora")
 
 
 @pytest.fixture(scope="module")
-def report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def report(tmp_path_factory: pytest.TempPathFactory, preloaded_processes: None) -> dict[str, Any]:
     """Two variants of the LoRA part, as the command line measures them."""
     path = tmp_path_factory.mktemp("overheads") / "overheads.json"
     with pytest.MonkeyPatch.context() as patch:

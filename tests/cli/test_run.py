@@ -9,7 +9,7 @@ from pathlib import Path
 import psutil  # type: ignore[import-untyped, unused-ignore]
 import pytest
 
-from shardwell.cli.failures import RankFailure, in_order, is_retryable
+from shardwell.cli.failures import RankFailure, RanksFailedError, in_order, is_retryable
 from tests.support.command import ROOT, arguments, environment, shardwell
 
 PROMPT = 20.0  # seconds for a run that takes three on an idle machine; a hang would take minutes
@@ -195,6 +195,14 @@ def test_a_rank_that_the_launcher_ended_is_blamed_last() -> None:
 
 
 # ------------------------------------------------------------------------------------- what a restart cannot cure
+
+
+def test_a_rank_that_is_ended_after_its_error_gives_the_code_of_the_error() -> None:
+    first = RankFailure(0, -15, "ValueError: bad", "", when=10.0)
+    second = RankFailure(1, 3, "ValueError: worse", "", when=10.1)
+    assert RanksFailedError(in_order([second, first])).exit_code == 1
+    assert RanksFailedError([RankFailure(0, -9, "", "", when=10.0)]).exit_code == 137
+
 
 CONFIG_ERROR = RankFailure(0, 1, "ConfigError: bad", "", when=10.0, kinds=("ConfigError", "ShardwellError"))
 

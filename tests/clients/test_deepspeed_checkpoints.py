@@ -165,7 +165,7 @@ def state_of_one(folder: str) -> dict[str, Tensor]:
 
 def load_universal(folder: str, stage: int) -> list[Any]:
     engine = engine_of(settings(stage, checkpoint={"load_universal": True}), seed=4)
-    _, client = engine.load_checkpoint(folder, tag="run_universal")
+    _, client = engine.load_checkpoint(folder)  # what `latest_universal` names, as in DeepSpeed
     weights = {name: value.float() for name, value in engine.module_state_dict().items()}
     moments = [name for name in state_of(engine) if "/" in name]
     train(engine, 1)

@@ -253,7 +253,7 @@ def test_the_loop_and_the_answers_are_deepspeeds(tmp_path: Path) -> None:
     assert "stage 3" in said["not stage 3"]
     assert not said["id below stage 3"]
     assert all(said[name] for name in ("no model", "no config", "two configs"))
-    assert "sequence parallelism" in said["mesh"]
+    assert "1 data-parallel ranks x 2 that share sequences are not the 1 rank(s)" in said["mesh"]
     assert "rates that nothing reads" in said["foreign schedule"]
     assert "inside no_sync" in said["no_sync step"]
     assert said["no_sync"] == pytest.approx([2.0, 1.0], rel=1e-4)

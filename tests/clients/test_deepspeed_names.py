@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from tests.support import preloaded
 from tests.support.as_deepspeed import MARK, results, run_python
 
 LOOK = f"""
@@ -99,6 +100,9 @@ def test_modules_behave_as_installed_ones_do(tmp_path: Path) -> None:
 def test_nothing_of_it_is_imported_with_shardwell(tmp_path: Path) -> None:
     words = "import sys, shardwell, shardwell.engine; import importlib.util as u; print(u.find_spec('deepspeed'))"
     done = run_python(
-        "-c", f"{words}; print([n for n in sys.modules if 'compat' in n and 'shardwell' in n])", cwd=tmp_path
+        "-c",
+        f"{words}; print([n for n in sys.modules if 'compat' in n and 'shardwell' in n])",
+        cwd=tmp_path,
+        **{preloaded.VARIABLE: "0"},
     )
     assert done.stdout.splitlines() == ["None", "[]"]

@@ -286,3 +286,29 @@ def test_a_class_that_no_module_has_is_a_value_error() -> None:
         with pytest.raises(ValueError, match="no module of class Conv2d") as found:
             use(Two(), [nn.Conv2d])
         assert isinstance(found.value, ShardwellError)
+
+
+# ------------------------------------------------------------------------------------------------ torch's own class
+
+
+def compiled_beside_the_names() -> None:
+    """`ds_status` on `torch.Tensor` is no stumbling block for what walks through all names of that class."""
+    engine = engine_of(seeded(Two), config(2))
+    assert isinstance(Tensor.__dict__["ds_status"], property)
+    assert torch.Tensor.add in torch.overrides.get_overridable_functions()[torch.Tensor]
+    doubled = torch.compile(lambda x: (2 * x).sum(), backend="eager")
+    assert doubled(torch.ones(3)) == 6
+    engine.compile(backend="eager")
+    engine.backward(engine(batch()).sum())
+    engine.step()
+    assert torch.ones(1).ds_status is ZeroParamStatus.AVAILABLE  # type: ignore[attr-defined]
+    assert not hasattr(nn.Parameter(torch.ones(1)), "ds_status")
+    given: Any = nn.Parameter(torch.ones(1))
+    given.ds_status = ZeroParamStatus.NOT_AVAILABLE
+    assert given.ds_status is ZeroParamStatus.NOT_AVAILABLE
+    del given.ds_status
+    assert not hasattr(given, "ds_status")
+
+
+def test_torch_compiles_beside_the_names(ranks: Ranks) -> None:
+    ranks.run(2, compiled_beside_the_names)

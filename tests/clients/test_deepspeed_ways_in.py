@@ -198,3 +198,23 @@ def _with(folder: Path) -> str:
     from tests.support.command import environment
 
     return f"{folder}:{environment()['PYTHONPATH']}"
+
+
+@pytest.mark.parametrize(
+    ("module", "words"),
+    [
+        ("deepspeed.checkpoint.ds_to_universal", "--input_folder"),
+        ("deepspeed.utils.zero_to_fp32", "--exclude_frozen_parameters"),
+        ("deepspeed.launcher.runner", "--num_gpus"),
+    ],
+)
+def test_modules_of_deepspeed_that_are_programs_run(tmp_path: Path, module: str, words: str) -> None:
+    done = run_python(*WAY_IN, "-m", module, "--help", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert words in done.stdout.replace("_ ", "_")
+
+
+def test_a_module_of_deepspeed_that_is_no_program_says_so(tmp_path: Path) -> None:
+    done = run_python(*WAY_IN, "-m", "deepspeed.utils.groups", cwd=tmp_path)
+    assert done.returncode != 0
+    assert "cannot be directly executed" in done.stderr

@@ -11,7 +11,7 @@ import lightning as L
 import numpy as np
 import pytest
 import torch
-from lightning.pytorch.callbacks import ModelSummary, StochasticWeightAveraging
+from lightning.pytorch.callbacks import BaseFinetuning, ModelSummary, StochasticWeightAveraging
 from torch import Tensor, nn
 
 import shardwell.integrations.lightning as own
@@ -138,6 +138,16 @@ class Thawing(runs.Regression):
             self.trainer.optimizers[0].add_param_group({"params": list(self.net[0].parameters()), "lr": 0.01})
 
 
+class Thawed(BaseFinetuning):
+    """The callback that does this; Lightning refuses it with DeepSpeed as well."""
+
+    def freeze_before_training(self, pl_module: Any) -> None:
+        self.freeze(pl_module.net[0])
+
+    def finetune_function(self, pl_module: Any, epoch: int, optimizer: Any) -> None:
+        """Unfreeze nothing: the callback is refused before the first epoch."""
+
+
 class Two(runs.Regression):
     def configure_optimizers(self) -> Any:
         assert self.net is not None
@@ -163,6 +173,7 @@ def refusals() -> dict[str, str]:
         "none": (Without, {}),
         "swa": (runs.Regression, {"callbacks": [StochasticWeightAveraging(0.1)]}),
         "ema": (runs.Regression, {"callbacks": [L.pytorch.callbacks.EMAWeightAveraging()]}),
+        "thawed": (runs.Regression, {"callbacks": [Thawed()]}),
     }
     for name, (kind, options) in cases.items():
         try:
@@ -181,6 +192,7 @@ def test_what_cannot_work_is_refused_with_the_way_out(ranks: Ranks) -> None:
     assert "nothing to train" in said["none"]
     assert "MovingAverage" in said["swa"]
     assert "MovingAverage" in said["ema"]
+    assert "add_param_group" in said["thawed"]
 
 
 def constructed_in_shards(folder: str) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from shardwell.compat.deepspeed_api import (
 )
 from shardwell.compat.deepspeed_api.partitioned import PartitionedTensor, reduce_scatter_coalesced
 from shardwell.compat.deepspeed_api.runtime_names import partition_balanced
-from shardwell.compat.deepspeed_api.timer import ThroughputTimer, trim_mean
+from shardwell.compat.deepspeed_api.timer import NoopTimer, SynchronizedWallClockTimer, ThroughputTimer, trim_mean
 from shardwell.compat.deepspeed_api.zero_to_fp32 import make_executable, write_scripts
 from tests.support.ranks import Ranks
 
@@ -162,3 +162,13 @@ def test_a_timer_reports_every_few_steps() -> None:
             ThroughputTimer(batch_size=1, steps_per_output=bad)  # type: ignore[arg-type]
     data = [3.0, 1.0, 2.0]
     assert (trim_mean(data, 0.1), trim_mean([], 0.1), data) == (2.0, 0.0, [3.0, 1.0, 2.0])
+
+
+def test_timers_print_what_they_measured(capsys: pytest.CaptureFixture[str]) -> None:
+    timers = SynchronizedWallClockTimer()
+    timers("forward").start()
+    timers("forward").stop()
+    timers.log(["forward", "unknown"], normalizer=2.0)
+    NoopTimer().log(["forward"])
+    assert capsys.readouterr().out.startswith("[Rank -1] time (ms) | forward: ")
+    assert timers("forward").elapsed() == 0.0  # printed, so begun anew

@@ -46,7 +46,7 @@ def test_a_monitor_writes_the_events_that_it_is_given(tmp_path: Path) -> None:
     master = MonitorMaster(config)
     assert (master.enabled, master.csv_monitor.enabled, master.tb_monitor.enabled) == (True, True, False)
     master.write_events([("Train/loss", torch.tensor(0.5), 8), ("Train/loss", 0.25, 16)])
-    assert (tmp_path / "a" / "Train_loss.csv").read_text().split() == ["step,Train/loss", "8,0.5", "16,0.25"]
+    assert (tmp_path / "a" / "Train_loss.csv").read_text().split() == ["step,loss", "8,0.5", "16,0.25"]
     assert not csvMonitor(get_monitor_config({})).enabled
 
 
@@ -70,6 +70,19 @@ def test_an_engine_without_output_has_a_monitor_that_is_off() -> None:
     engine.step()
     assert (engine.monitor.enabled, engine.flops_profiler_enabled()) == (False, False)
     engine.monitor.write_events([("a", 1.0, 1)])
+
+
+def test_files_have_each_step_when_it_has_ended(tmp_path: Path) -> None:
+    files = {"enabled": True, "output_path": str(tmp_path), "job_name": "a"}
+    config = {**zero(1, optimizer=ADAMW), "train_batch_size": 4, "csv_monitor": files}
+    engine: Any = initialize(model=Gpt(), config=config)[0]
+    for number in (1, 2):
+        engine.backward(engine(batches(1, 4)[0]))
+        engine.step()
+        for name in ("train_loss", "lr"):
+            rows = (tmp_path / "a" / f"Train_Samples_{name}.csv").read_text().split()
+            assert (rows[0], len(rows)) == (f"step,{name}", number + 1)
+    assert rows[1:] == ["4,0.01", "8,0.01"]
 
 
 def logged_collectives() -> tuple[int, dict[str, Any] | None]:

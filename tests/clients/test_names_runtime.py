@@ -11,12 +11,13 @@ from typing import Any
 import pytest
 import torch
 
-from shardwell.compat.deepspeed_api import accelerator, estimates
+from shardwell.compat.deepspeed_api import accelerator
 from shardwell.compat.deepspeed_api import logging as logs
 from shardwell.compat.deepspeed_api import runtime_names as names
 from shardwell.compat.deepspeed_api.arguments import add_config_arguments, config_of
 from shardwell.compat.deepspeed_api.loader import RepeatingLoader
 from shardwell.errors import ShardwellError
+from shardwell.plan import state_estimates as estimates
 
 
 def test_the_cpu_is_an_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -32,6 +32,7 @@ def test_an_unknown_engine_is_refused(tmp_path: Path, monkeypatch: pytest.Monkey
         choose([tmp_path], AioSettings())
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(bool(unusable()), reason="io_uring cannot be used here")
 def test_the_faster_engine_is_chosen_and_the_figures_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(disk_queue, "_choices", {})

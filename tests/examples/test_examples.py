@@ -41,6 +41,7 @@ def test_every_example_is_run() -> None:
     assert {path.stem for path in EXAMPLES.glob("*.py")} == RUNS.keys() | ELSEWHERE
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(RUNS))
 def test_an_example_does_what_it_is_about(tmp_path: Path, name: str) -> None:
     arguments, shows = RUNS[name]

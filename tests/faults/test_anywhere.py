@@ -81,6 +81,7 @@ def fail_at_each(stage: int, block: dict[str, Any], folder: str) -> list[tuple[s
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_a_rank_that_fails_anywhere_takes_the_others_with_it(ranks: Ranks, tmp_path: Path, case: str) -> None:
     num_ranks, stage, block = CASES[case]

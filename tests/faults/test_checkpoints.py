@@ -95,6 +95,7 @@ def fail_inside(folder: str, what: str) -> dict[str, Any]:
     return {}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", WHERE)
 def test_an_error_on_one_rank_is_told_to_the_others(ranks: Ranks, tmp_path: Path, what: str) -> None:
     other, culprit = ranks.run(2, fail_inside, str(tmp_path), what, limit=40)
@@ -132,6 +133,7 @@ def told_late(folder: str) -> tuple[int, str, str]:
     return heard, str(caught.value), type(caught.value).__name__
 
 
+@pytest.mark.slow
 def test_ranks_may_hear_of_a_failed_save_at_different_steps(ranks: Ranks, tmp_path: Path) -> None:
     one, other = ranks.run(2, told_late, str(tmp_path), limit=60)
     words = "a checkpoint was not saved in the background: rank 0: not on this rank; rank 1: not on this rank"
@@ -164,6 +166,7 @@ def lost(folder: str, *, asynchronous: bool) -> tuple[str, float]:
     return "", 0.0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_a_rank_that_is_gone_is_not_waited_for(ranks: Ranks, tmp_path: Path, asynchronous: bool) -> None:
     words, seconds = ranks.run(2, lost, str(tmp_path), asynchronous=asynchronous, limit=60)[0]

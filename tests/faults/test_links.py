@@ -25,6 +25,7 @@ from shardwell.errors import PeerError, ShardwellError
 from shardwell.parallel import transport
 from shardwell.parallel.mesh import world_mesh
 from shardwell.parallel.transport import wait_all
+from tests.support.command import environment
 from tests.support.internals import collectives_of
 from tests.support.links import SOON, routes, waited
 from tests.support.models import Gpt, batches, share, zero
@@ -200,7 +201,8 @@ os._exit(0)
 def test_a_rank_that_is_killed_with_a_message_under_way_is_not_waited_for(tmp_path: Path) -> None:
     """It leaves no word, and gloo tells nobody that the message is lost."""
     command = [sys.executable, "-c", KILLED, f"file://{tmp_path}/meeting"]
-    processes = [subprocess.Popen([*command, str(rank)], stdout=subprocess.PIPE, text=True) for rank in range(2)]
+    options: dict[str, Any] = {"env": environment(root=True), "stdout": subprocess.PIPE, "text": True}
+    processes = [subprocess.Popen([*command, str(rank)], **options) for rank in range(2)]
     found = [process.communicate(timeout=60)[0] for process in processes]
     assert found == ["PeerError True\n", ""]
 

@@ -84,7 +84,7 @@ def test_reports_are_readable_in_notebooks(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr("rich.console._is_jupyter", lambda: True)
     for report, words in ((it.memory(), "memory on this rank"), (it.traffic(), "received by this rank")):
         assert words in str(report)
-        assert report._repr_html_().startswith("<pre>")
+        assert report._repr_html_().startswith("<table>")
         assert words in report._repr_html_()
         told: list[str] = []
         printer = type("Printer", (), {"text": staticmethod(told.append)})

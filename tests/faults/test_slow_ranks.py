@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 import shardwell
 from shardwell.parallel import heartbeat
+from tests.support.command import environment
 from tests.support.models import Gpt, batches, share, zero
 from tests.support.ranks import Ranks
 
@@ -137,7 +138,7 @@ def test_engines_of_an_earlier_process_group_do_not_hide_that(ranks: Ranks) -> N
 @pytest.mark.slow
 def test_survivors_of_a_kill_end_soon_and_name_the_rank_that_is_gone(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "tests.support.killed_script", str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+    done = subprocess.run(command, env=environment(root=True), capture_output=True, text=True, timeout=240, check=False)
     answers = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     assert len(answers) == 4, done.stderr[-2000:]
     for answer in answers:

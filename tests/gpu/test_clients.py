@@ -94,7 +94,7 @@ class Linear(nn.Linear):
     def reset_parameters(self):  # the same values, also if the parameters are made on the GPU
         drawn = torch.Generator().manual_seed(self.in_features)
         for parameter in (self.weight, self.bias):
-            parameter.data.copy_(torch.randn(parameter.shape, generator=drawn, device="cpu") * 0.2)
+            parameter.data.copy_(torch.randn(parameter.shape, generator=drawn, device="cpu", dtype=torch.float32) * 0.2)
 
 class Regression(L.LightningModule):
     def __init__(self, late):
@@ -125,6 +125,7 @@ for strategy, precision in (("auto", "32-true"), ("deepspeed_stage_1", "32-true"
     module = Regression(late="3" in strategy)
     trainer = L.Trainer(strategy=strategy, accelerator="gpu", devices=1, precision=precision, max_epochs=2,
                         logger=False, enable_checkpointing=False, enable_progress_bar=False,
+                        use_distributed_sampler=False,  # it shuffles, unlike the loader
                         gradient_clip_val=1.0, default_root_dir=sys.argv[1])
     trainer.fit(module, torch.utils.data.DataLoader(data, batch_size=8))
     if strategy == "deepspeed_stage_3" and precision == "32-true":

@@ -14,6 +14,14 @@ from tests.support.codec_cases import KINDS, LENGTHS, MAKERS, TYPES, laid_out, l
 pytestmark = [pytest.mark.gpu, pytest.mark.parametrize("kind", KINDS)]
 
 
+@pytest.fixture(autouse=True)
+def _has_a_kernel(kind: Kind) -> None:
+    from shardwell.kernels import quantize_triton
+
+    if kind not in quantize_triton.KINDS:
+        pytest.skip(f"{kind} has no Triton kernel")
+
+
 def empty(kind: Kind, *shape: int, device: str = "cuda") -> torch.Tensor:
     """For the codes of rows."""
     size = Codec(kind).num_bytes(shape[-1])

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
+import os
 from typing import Any
 
 import pytest
@@ -9,6 +12,7 @@ import torch
 from torch import nn
 
 import shardwell
+from tests.support.ranks import Ranks
 
 pytestmark = pytest.mark.gpu
 
@@ -39,6 +43,8 @@ class Tokens(nn.Module):
 
 
 def engine_with(**more: Any) -> Any:
+    """An engine of one rank, whose parameters are sharded all the same."""
+    os.environ["SHARDWELL_DEVICE"] = "cuda:0"
     config = {
         "bf16": {"enabled": True},
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
@@ -46,7 +52,8 @@ def engine_with(**more: Any) -> Any:
         "shardwell": {"shard_at_world_one": True},
         **more,
     }
-    return shardwell.initialize(model=Tokens(), config=config, device="cuda").engine
+    torch.manual_seed(0)
+    return shardwell.initialize(model=Tokens(), config=config).engine
 
 
 def steps(engine: Any, number: int, tokens: torch.Tensor) -> None:
@@ -55,35 +62,49 @@ def steps(engine: Any, number: int, tokens: torch.Tensor) -> None:
         engine.step()
 
 
-def test_nothing_waits_for_the_device_between_two_lines(capsys: pytest.CaptureFixture[str]) -> None:
-    engine = engine_with(steps_per_print=4, wall_clock_breakdown=True, comms_logger={"enabled": True})
-    tokens = torch.randint(1000, (8, 512), device="cuda")
-    steps(engine, 4, tokens)
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        steps(engine, 3, tokens)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    steps(engine, 1, tokens)
-    out = capsys.readouterr().out
+def printed_lines() -> str:
+    """What rank 0 prints in eight steps. In those between two lines, any wait for the device is an error."""
+    written = io.StringIO()
+    with contextlib.redirect_stdout(written):
+        engine = engine_with(steps_per_print=4, wall_clock_breakdown=True, comms_logger={"enabled": True})
+        tokens = torch.randint(1000, (8, 512), device="cuda")
+        steps(engine, 4, tokens)
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            steps(engine, 3, tokens)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        steps(engine, 1, tokens)
+        engine.destroy()
+    return written.getvalue()
+
+
+def test_nothing_waits_for_the_device_between_two_lines(ranks: Ranks) -> None:
+    (out,) = ranks.run(1, printed_lines)
     assert "step 8  loss" in out
     assert "TFLOP/s" in out
     assert "(peak " in out
     assert "time of a step: forward" in out
 
 
-def test_a_timeline_on_the_device_adds_up_and_has_copies() -> None:
-    engine = engine_with(
-        zero_optimization={"stage": 3, "offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}
-    )
+def timeline_with_offload() -> tuple[int, float, list[tuple[str, float, float]]]:
+    """Two steps with states on the host: the number of steps, their seconds, and the spans."""
+    deeper = {"stage": 3, "offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}
+    engine = engine_with(zero_optimization=deeper)
     tokens = torch.randint(1000, (8, 512), device="cuda")
     steps(engine, 3, tokens)
     with engine.record(timing=True) as trace:
         steps(engine, 2, tokens)
+    engine.destroy()
     line = trace.timeline
-    assert line.steps == 2
-    for row in ("compute", "all-gather", "reduce-scatter", "copy up", "copy down", "host update"):
-        assert line.of(row), row
-    together = sum(span.seconds for row in ("compute", "wait") for span in line.of(row))
-    assert together == pytest.approx(line.seconds, rel=0.02)
-    assert all(0 <= span.begin <= span.end <= line.seconds + 1e-6 for span in line.spans)
+    return line.steps, line.seconds, [(span.row, span.begin, span.end) for span in line.spans]
+
+
+def test_a_timeline_on_the_device_adds_up_and_has_copies(ranks: Ranks) -> None:
+    ((number, seconds, spans),) = ranks.run(1, timeline_with_offload)
+    assert number == 2
+    rows = {row for row, *_ in spans}
+    assert {"compute", "all-gather", "copy up", "copy down", "host update"} <= rows
+    together = sum(end - begin for row, begin, end in spans if row in ("compute", "wait"))
+    assert together == pytest.approx(seconds, rel=0.02)
+    assert all(0 <= begin <= end <= seconds + 1e-6 for _, begin, end in spans)

@@ -45,6 +45,18 @@ def test_what_is_free_on_the_gpu_is_filled(ranks: Ranks) -> None:
     assert found["rows"] == [(Tier.DEVICE, Tier.DEVICE)] * 8  # it is a small model
 
 
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_where_everything_fits_updates_are_those_without_offloading(ranks: Ranks, stage: int) -> None:
+    block = {"offload_optimizer": {"device": "cpu", "ratio": "auto"}}
+    own = {"commit": "auto", "shard_at_world_one": True}
+    plain = ranks.run(1, on_the_gpu, trained, {}, own, stage)[0]
+    found = ranks.run(1, on_the_gpu, trained, block, own, stage)[0]
+    assert found["rows"] == [(Tier.DEVICE, Tier.DEVICE)] * 8
+    assert found["executor"] == plain["executor"] == "InlineExecutor"
+    for name, value in plain["values"].items():
+        assert np.array_equal(found["values"][name], value), name
+
+
 def on_the_gpu_at_peak(path: str, remote: str) -> tuple[int, int]:
     """Bytes on the GPU while a model is born, and where its shards are then."""
     os.environ["SHARDWELL_DEVICE"] = "cuda:0"

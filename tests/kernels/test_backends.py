@@ -95,6 +95,24 @@ def test_crc32_is_zlibs(backend: kernels.Backend) -> None:
 
 
 @EACH
+@pytest.mark.parametrize("block", [1, 64, 257, 1000, 4096, 10**6])
+def test_crc32_of_blocks_gives_that_of_all_bytes_and_that_of_each_block(backend: kernels.Backend, block: int) -> None:
+    data = bytes(any_bits(3000, torch.float32, 0).view(torch.uint8).tolist())
+    for length in (0, 1, 63, 1000, 4096, 8192, 11_999):
+        value, sums = backend.crc32_blocks(memoryview(data)[:length], block, 0xDEADBEEF)
+        assert value == zlib.crc32(data[:length], 0xDEADBEEF)
+        parts = [data[start : min(start + block, length)] for start in range(0, length, block)]
+        assert sums == b"".join(zlib.crc32(part).to_bytes(4, "big") for part in parts)
+
+
+@EACH
+def test_crc32_of_two_texts_follows_from_those_of_each(backend: kernels.Backend) -> None:
+    for first, second in ((b"", b""), (b"a", b""), (b"", b"b"), (b"abc" * 70, b"xyz" * 9001), (bytes(5), bytes(2**18))):
+        found = backend.crc32_combine(zlib.crc32(first), zlib.crc32(second), len(second))
+        assert found == zlib.crc32(first + second)
+
+
+@EACH
 def test_a_parameter_may_be_stepped(backend: kernels.Backend) -> None:
     parameter = torch.nn.Parameter(torch.ones(3))
     backend.update(kernels.SgdRule(0.5), UpdateArgs(torch.ones(3), parameter), 1)

@@ -9,13 +9,13 @@ from hypothesis import strategies as st
 
 from shardwell.kernels import quantize_host, quantize_reference
 from shardwell.kernels.quantize import Codec, Kind
-from tests.support.codec_cases import KINDS, LENGTHS, MAKERS, TYPES, laid_out, likely, same
+from tests.support.codec_cases import LENGTHS, MAKERS, TYPES, laid_out, likely, same
 from tests.support.kernel_cases import isas, library
 
 pytestmark = [
     pytest.mark.skipif(not isas(), reason="the native library was not built"),
     pytest.mark.parametrize("isa", isas()),
-    pytest.mark.parametrize("kind", KINDS),
+    pytest.mark.parametrize("kind", quantize_host.KINDS),
 ]
 LEADING = st.sampled_from([(), (1,), (3,), (2, 3), (2, 1, 3), (2, 3, 2, 2)])
 WAYS = st.sampled_from(["dense", "gaps", "swapped"])

@@ -16,9 +16,8 @@ from shardwell.errors import ShardwellError
 from shardwell.kernels import quantize_host
 from shardwell.kernels.quantize import BLOCK, Codec, Kind
 from shardwell.kernels.quantized_format import PACKING, SHARE
-from tests.support.codec_cases import KINDS, LENGTHS, MAKERS, TYPES, huge, likely, same
+from tests.support.codec_cases import KINDS, LARGEST, LENGTHS, MAKERS, TYPES, huge, likely, same
 
-LARGEST = {"int8": 127.0, "int4": 7.0, "fp8": 448.0}
 EACH = pytest.mark.parametrize("kind", KINDS)
 
 

@@ -27,7 +27,7 @@ def test_a_freed_buffer_is_no_longer_pinned_although_its_storage_lives(monkeypat
     runtime, device = Runtime(), Device(torch.device("cpu"))
     monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
     monkeypatch.setattr(torch.cuda, "check_error", lambda result: None)
-    monkeypatch.setattr(device, "is_cuda", True)
+    monkeypatch.setattr(device, "has_streams", True)
     entry = (StateKind.PARAMETERS, "unit", Tier.HOST)
     first, second = (FlatBuffer(device, MemoryStats(), entry, 1000, torch.float32, pinned=True) for _ in range(2))
     assert len(runtime.registered) == 2

@@ -94,20 +94,19 @@ def test_a_group_that_is_full_has_no_room_and_not_less(tmp_path: Path) -> None:
 PROGRAM = """
 import resource, sys
 from shardwell.memory.limits import free_host_bytes
-before = free_host_bytes(2)
 resource.setrlimit(getattr(resource, sys.argv[1]), (int(sys.argv[2]), resource.RLIM_INFINITY))
-print(before, free_host_bytes(1), free_host_bytes(2))
+print(free_host_bytes(1), free_host_bytes(2))
 """
 
 
 @pytest.mark.parametrize("kind", ["RLIMIT_AS", "RLIMIT_DATA"])
 def test_a_ulimit_is_a_budget_of_each_rank(kind: str) -> None:
-    limit = 64 << 30
+    limit = 6 << 30  # less than what is free on most machines, and more than Python and torch have in use
     command = [sys.executable, "-c", PROGRAM, kind, str(limit)]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
-    before, one, two = map(float, done.stdout.split())
-    assert 0 < one <= min(before, limit)
-    assert two <= 2 * limit
+    one, two = map(float, done.stdout.split())
+    assert 0 < one < limit
+    assert 0.9 * one <= two <= 2.1 * one  # what is in use, and free, changes a little between the two
 
 
 @pytest.mark.parametrize("kind", ["RLIMIT_AS", "RLIMIT_DATA"])
@@ -118,7 +117,7 @@ def test_a_ulimit_below_what_is_in_use_leaves_nothing(kind: str, monkeypatch: py
 
 
 def test_initialize_refuses_what_does_not_fit_into_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shardwell.offload.plan.free_host_bytes", lambda local_world_size: 1000.0)
+    monkeypatch.setattr("shardwell.memory.limits.free_host_bytes", lambda local_world_size: 1000.0)
     config = {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}
     optimizer = {"type": "AdamW", "params": {"lr": 0.1}}
     with pytest.raises(shardwell.ShardwellError, match="memory"):

@@ -58,6 +58,7 @@ def all_ways(kind: str) -> dict[str, Run]:
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ADAPTERS)
 def test_adapters_train_as_they_do_plainly(ranks: Ranks, kind: str) -> None:
     answers = ranks.run(2, all_ways, kind)

@@ -69,6 +69,7 @@ def all_readings(precision: str) -> dict[tuple[int, int], dict[str, Any]]:
     return {(stage, accumulation): readings(stage, precision, accumulation) for stage, accumulation in cases}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_ranks", [2, 3])
 @pytest.mark.parametrize("precision", list(DTYPES))
 def test_whole_state_is_the_plain_optimizers(ranks: Ranks, precision: str, num_ranks: int) -> None:
@@ -112,6 +113,7 @@ def all_parts() -> dict[tuple[str, int], dict[str, Any]]:
     return {(precision, stage): parts(stage, precision) for precision in DTYPES for stage in STAGES}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_ranks", [2, 3])
 def test_local_parts_make_up_the_whole(ranks: Ranks, num_ranks: int) -> None:
     by_rank = ranks.run(num_ranks, all_parts)

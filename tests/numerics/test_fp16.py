@@ -229,6 +229,7 @@ def follow_scales() -> list[list[dict[str, Any]]]:
     return [[follow_scale(scaling, s) for s in stages_of(number)] for number, scaling in enumerate(SCALINGS)]
 
 
+@pytest.mark.slow
 def test_the_scale_follows_its_rules_and_a_skipped_step_changes_nothing(ranks: Ranks) -> None:
     for answers in ranks.run(2, follow_scales):
         for number, (scaling, by_stage) in enumerate(zip(SCALINGS, answers, strict=True)):

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import shardwell
-from shardwell.runtime.saved_tensors import SavedViews
+from shardwell.runtime.hooks import SavedViews
 from shardwell.sharding import Residency
 from tests.support.internals import open_calls_of, units_of
 from tests.support.models import zero

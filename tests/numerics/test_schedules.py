@@ -83,6 +83,7 @@ def plain_rates(make: Callable[[Optimizer], Any]) -> list[tuple[Any, ...]]:
     return found
 
 
+@pytest.mark.slow
 def test_schedules_give_the_rates_that_they_give_a_plain_optimizer(ranks: Ranks) -> None:
     assert set(BLOCKS) == set(SCHEDULERS)
     expected = {name: plain_rates(make) for name, make in SCHEDULES.items()}

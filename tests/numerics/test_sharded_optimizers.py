@@ -109,6 +109,7 @@ def plain(kind: str) -> dict[str, Tensor]:
     return train_plainly(model, make(kind, model))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_ranks", [2, 3])
 def test_optimizers_step_shards_as_they_step_parameters(ranks: Ranks, num_ranks: int) -> None:
     for what, found in ranks.run(num_ranks, step_all, num_ranks)[0].items():
@@ -155,6 +156,7 @@ def later_groups(kinds: list[str]) -> dict[str, dict[str, Tensor]]:
 LATER = ["AdamW", "SGD, momentum", "Lamb"]
 
 
+@pytest.mark.slow
 def test_a_parameter_group_can_come_later(ranks: Ranks) -> None:
     """For parameters that were trainable without a group, and for frozen ones that are thawed."""
     answers = ranks.run(2, later_groups, LATER)[0]

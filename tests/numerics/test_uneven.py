@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +14,7 @@ from torch import Tensor, nn
 
 import shardwell
 from shardwell.errors import ShardwellError
+from tests.support.command import environment
 from tests.support.models import whole_parameters, zero
 from tests.support.ranks import Ranks
 from tests.support.training import distance
@@ -158,14 +158,14 @@ def test_who_goes_on_hears_which_rank_ended_and_after_how_many_batches(
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
     store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # as a launcher has one
-    environment = {
-        **os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "WORLD_SIZE": "2",
+    variables = {
+        **environment(), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "WORLD_SIZE": "2",
         "LOCAL_WORLD_SIZE": "2", "SHARDWELL_DEVICE": "cpu", "TORCHELASTIC_USE_AGENT_STORE": "True",
     }  # fmt: skip
     processes = [
         subprocess.Popen(
             [sys.executable, str(script), str(stage), "5,3", how],
-            env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            env={**variables, "RANK": str(rank), "LOCAL_RANK": str(rank)},
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             text=True,

@@ -193,6 +193,7 @@ def _ends_narrow(case: Case, stage: int) -> bool:
 NAMES = ["fp32", "bf16", "fp16"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bf16", [False, True], ids=["fp32 model", "bf16 model"])
 def test_gradients_travel_in_the_dtype_that_was_asked_for(ranks: Ranks, bf16: bool) -> None:
     check(ranks, 2, [Case(bf16=bf16, wire=wire, accumulation=g) for wire in [None, *NAMES] for g in (1, 3)])
@@ -203,11 +204,13 @@ def test_so_they_do_on_other_numbers_of_ranks(ranks: Ranks, num_ranks: int) -> N
     check(ranks, num_ranks, [Case(wire="fp16"), Case(bf16=True, accumulation=2)])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bf16", [False, True], ids=["fp32 model", "bf16 model"])
 def test_gradients_add_up_in_the_dtype_that_was_asked_for(ranks: Ranks, bf16: bool) -> None:
     check(ranks, 2, [Case(bf16=bf16, accumulate=name, accumulation=g) for name in NAMES for g in (1, 4)])
 
 
+@pytest.mark.slow
 def test_sums_and_wires_of_different_dtypes(ranks: Ranks) -> None:
     pairs = [(a, w) for a in NAMES for w in NAMES if a != w]
     check(ranks, 2, [Case(accumulate=a, wire=w, accumulation=3) for a, w in pairs])
@@ -216,6 +219,7 @@ def test_sums_and_wires_of_different_dtypes(ranks: Ranks) -> None:
 # ------------------------------------------------------------------------------------------------------ predividing
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_ranks", [2, 3])
 def test_predividing_changes_only_where_things_are_rounded(ranks: Ranks, num_ranks: int) -> None:
     ways: list[dict[str, Any]] = [{"prescale": True}, {"predivide": 4.0}]

@@ -24,7 +24,7 @@ FLOOR = {"forward": 1.0, "backward": 3.0, "compute": 4.0, "update": {"fp32": 5.0
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory: pytest.TempPathFactory, preloaded_processes: None) -> Path:
     """What a run of two variants and a timeline leaves."""
     folder = tmp_path_factory.mktemp("offload")
     only = ("--only", "shardwell2:shadow:always-clips,fsdp2:clip")

@@ -43,6 +43,7 @@ def looked_at(stage: int, block: dict[str, Any], commit: str, looks: bool) -> tu
     return whole_parameters(model), found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_whoever_looks_at_gradients_before_the_boundary_changes_nothing(
     ranks: Ranks, tmp_path: Path, stage: int

@@ -14,7 +14,7 @@ from torch import Tensor
 
 import shardwell
 from shardwell.errors import ShardwellError
-from shardwell.memory.buffer import FlatBuffer
+from shardwell.memory.device import FlatBuffer
 from shardwell.offload.optimizer_swap import OptimizerSwapper
 from shardwell.offload.param_swap import SwappedShard
 from shardwell.offload.storage import swapped_masters, swapped_shard

@@ -89,6 +89,7 @@ def test_whoever_looks_or_changes_does_so_there(
         check_equal(other, one)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("place", [("cpu", "cpu"), ("nvme", "nvme")], ids="-".join)
 def test_checkpoints_go_in_and_out(ranks: Ranks, tmp_path: Path, place: tuple[str, str]) -> None:
     case, device = Case(dtype=torch.float32), PRECISIONS["bf16"]

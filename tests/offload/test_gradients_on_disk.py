@@ -257,6 +257,7 @@ def with_a_drive_that_fails(block: dict[str, Any], accumulation: int) -> tuple[s
         return str(caught.value), str(error)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("accumulation", [1, 2])
 def test_gradients_that_cannot_be_written_are_an_error(ranks: Ranks, tmp_path: Path, accumulation: int) -> None:
     message, goes_on = ranks.run(1, with_a_drive_that_fails, on_disk(tmp_path), accumulation)[0]
@@ -317,6 +318,7 @@ def with_a_drive_that_fails_on_rank_1(block: dict[str, Any], accumulation: int) 
     return "", "", 0.0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("accumulation", [1, 2])
 def test_a_drive_that_fails_on_one_rank_is_an_error_on_all(ranks: Ranks, tmp_path: Path, accumulation: int) -> None:
     others, own = ranks.run(2, with_a_drive_that_fails_on_rank_1, on_disk(tmp_path), accumulation, limit=40)

@@ -18,7 +18,7 @@ from shardwell.memory import StateKind
 from shardwell.offload import host_updates
 from shardwell.utils import safe_get_full_fp32_param, safe_get_full_grad, safe_get_full_optimizer_state
 from tests.support.checkpoint_legs import Leg, everything, run_leg
-from tests.support.internals import device_of, groups_of
+from tests.support.internals import groups_of
 from tests.support.models import Gpt, batches, share, whole_parameters, zero
 from tests.support.offload_cases import HOST, OPTIMIZERS, PRECISIONS, check_equal, host_case
 from tests.support.ranks import Ranks
@@ -262,39 +262,6 @@ def test_part_of_the_state_stays_on_the_device(ranks: Ranks) -> None:
         assert held["host"] == pytest.approx(12 * held["own"], rel=0.01)
 
 
-def filled(stage: int, moments: str, free: float) -> tuple[dict[str, torch.Tensor], list[str]]:
-    """Train with the state of the first units moved up after some steps."""
-    torch.manual_seed(0)
-    model = Gpt(blocks=4)
-    block = {"offload_optimizer": {"device": "cpu", "ratio": "auto"}}
-    own = {"moments": moments, "shard_at_world_one": True}
-    config = zero(stage, zero_optimization=block, bf16={"enabled": True}, shardwell=own)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    engine, *_ = shardwell.initialize(model=model, optimizer=optimizer, config=config)
-    device_of(engine).free_bytes = lambda: free  # type: ignore[method-assign]
-    for batch in batches(6, 4):
-        engine.backward(engine(share(batch, dist.get_rank(), dist.get_world_size())))
-        engine.step()
-    return whole_parameters(model), list(engine.offload.commits)
-
-
-@pytest.mark.parametrize("stage", [1, 3])
-def test_what_fits_moves_up_to_the_device(ranks: Ranks, stage: int) -> None:
-    """On CPU ranks the device is host memory too, and torch's own operations round as the kernels do."""
-    none, before = ranks.run(2, filled, stage, "fp32", 0.0)[0]
-    some, after = ranks.run(2, filled, stage, "fp32", 6e4)[0]
-    assert len(before) > len(after) > 0
-    assert after == before[: len(after)]  # from the model's end
-    for name, value in none.items():
-        assert np.allclose(some[name], value, atol=1e-5), name
-
-
-def test_8_bit_moments_move_up_as_fp32(ranks: Ranks) -> None:
-    some, after = ranks.run(2, filled, 2, "8bit", 1e9)[0]
-    assert not after
-    assert all(np.isfinite(value).all() for value in some.values())
-
-
 def test_8_bit_moments_and_masters_take_6_bytes(ranks: Ranks) -> None:
     for held in ranks.run(2, bytes_by_tier, 1.0, "8bit"):
         assert held["host"] == pytest.approx((6 + 2 / 256) * held["own"], rel=0.01)
@@ -365,6 +332,7 @@ def test_updates_at_once_contradict_what_needs_the_norm(config: dict[str, Any]) 
 # ------------------------------------------------------------------------------------------------------ checkpoints
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", [1, 3])
 def test_checkpoints_go_from_the_device_to_the_host_and_back(ranks: Ranks, tmp_path: Path, stage: int) -> None:
     case, device = Case(dtype=torch.float32), PRECISIONS["bf16"]

@@ -97,7 +97,8 @@ def test_who_looks_between_backward_and_step_sees_updates_at_once_on_all_ranks(
     before, first, later, after = one
     check_equal(later, first)
     changed = {name for name in first if (before[name] != first[name]).any()}
-    assert changed >= {name for name in first if name.startswith("blocks.2") and name.endswith("weight")}
+    own = {name for name in first if name.startswith("blocks.2") and name.endswith("weight")}
+    assert changed >= {name for name in own if not small or "norm" not in name}  # small ones are the root's
     for name in changed:
         assert (first[name] == after[name]).all(), name
     for mine, theirs in zip(one, other, strict=True):

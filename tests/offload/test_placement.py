@@ -76,6 +76,51 @@ def test_units_on_three_tiers_give_the_bits_of_units_on_the_host(
             assert np.array_equal(found["values"][name], value), name
 
 
+@pytest.mark.parametrize(("stage", "sums"), [(0, 0), (1, 0), (2, 0), (1, 2), (2, 2)])
+def test_units_of_lower_stages_are_placed_with_the_bits_of_units_on_the_host(
+    ranks: Ranks, stage: int, sums: int
+) -> None:
+    """In bytes of one layer's elements on a rank of two; at stage 0 a rank steps and averages all of them."""
+    size = 1 if stage else 2
+    others = {"gradient_accumulation_steps": sums} if sums else {}
+    unreduced = 8 if sums and stage == 1 else 0  # sums over micro-steps, of all elements, in fp32
+    low, averaged = 4 + unreduced, 0 if unreduced else 4 if sums else 2 * size
+    up, host = low + size * 10 + averaged, size * (12 + (4 if sums else 0))
+    block = {"offload_optimizer": {"device": "cpu", "ratio": "auto"}} if stage == 2 else BELOW
+    own = auto(2 * up + 6 * low, 6 * host)
+    if stage == 2:
+        del own["placement"]  # `ratio` means it
+    below = ranks.run(2, trained, BELOW, {}, stage, **others)[0]
+    for found in ranks.run(2, trained, block, own, stage, **others):
+        assert found["rows"] == [UP] * 2 + [MIDDLE] * 6
+        assert found["planned"] == {DEVICE: (8 * 4 + 2 * size * 10) * SHARE, HOST: 6 * size * 12 * SHARE}
+        assert found["held"] == pytest.approx(found["planned"], abs=100)
+        for name, value in below["values"].items():
+            assert np.array_equal(found["values"][name], value), name
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_where_everything_fits_updates_are_those_without_offloading(ranks: Ranks, stage: int) -> None:
+    own = {**auto(1000, 1000), "commit": "auto"}
+    plain = ranks.run(2, trained, {}, {"commit": "auto"}, stage)[0]
+    for found in ranks.run(2, trained, BELOW, own, stage):
+        assert found["rows"] == [UP] * 8
+        assert found["executor"] == plain["executor"] == "InlineExecutor"
+        for name, value in plain["values"].items():
+            assert np.array_equal(found["values"][name], value), name
+
+
+def test_ratio_auto_is_placement_auto() -> None:
+    block = {"offload_optimizer": {"device": "cpu", "ratio": "auto"}}
+    config = load({"zero_optimization": {"stage": 1, **block}})
+    assert config.shardwell.placement == "auto"
+    assert config.zero_optimization.offload_optimizer.ratio == 1.0
+    assert load(config.to_dict()).to_dict() == config.to_dict()
+    assert load({"zero_optimization": {"offload_optimizer": {"ratio": "auto"}}}).shardwell.placement == "asked"
+    with pytest.raises(ConfigError, match=r'"auto" contradicts shardwell\.placement "asked"'):
+        load({"zero_optimization": {"stage": 1, **block}, "shardwell": {"placement": "asked"}})
+
+
 def test_gradients_wait_on_disk_as_the_last_resort(ranks: Ranks, tmp_path: Path) -> None:
     """16 on the device; on disk, 3 seats of 12, and either 4 for each gradient, or for those of 3 seats and 3 slots."""
     block, others = {**on_disk(tmp_path, **SEATS), "offload_param": {"device": "none"}}, CLIPPED
@@ -91,6 +136,7 @@ def test_gradients_wait_on_disk_as_the_last_resort(ranks: Ranks, tmp_path: Path)
         ranks.run(2, trained, block, auto(16 + 7 * 2, 36 + 6 * 4, gradients="host"), **others)
 
 
+@pytest.mark.slow
 def test_what_needs_no_disk_is_not_on_disk_and_what_rests_is_told(ranks: Ranks, tmp_path: Path) -> None:
     found = ranks.run(2, trained, on_disk(tmp_path, **SEATS), auto(3 * 14 + 5 * 2, 5 * 12))[0]
     assert found["rows"] == [UP] * 3 + [MIDDLE] * 5
@@ -214,7 +260,6 @@ def test_a_unit_that_is_built_anew_keeps_its_place_and_a_new_one_rests_deep(rank
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({"zero_optimization": {"stage": 2}}, 'shardwell.placement: "auto" contradicts zero_optimization.stage 2'),
         (
             {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu", "ratio": 0.5}}},
             'offload_optimizer.ratio: 0.5 contradicts shardwell.placement "auto"',

@@ -17,6 +17,7 @@ from torch import nn
 import shardwell
 from shardwell.config import load
 from shardwell.memory import Tier
+from shardwell.memory.machine import ThisMachine
 from shardwell.offload import budget
 from shardwell.offload.placement import plan, tier_ladder
 from shardwell.offload.plan import deepest
@@ -188,10 +189,11 @@ def test_bytes_that_fit_on_striped_drives(tmp_path: Path, monkeypatch: pytest.Mo
     free = {tmp_path / "one": 1000, tmp_path / "two": 600}
     for path in free:
         path.mkdir()
-    monkeypatch.setattr(budget, "free_bytes", free.get)
-    assert budget.free_on([tmp_path / "one"]) == 1000
-    assert budget.free_on(list(free)) == 600  # one file system: all of it goes there
-    assert math.isinf(budget.free_on([tmp_path / "gone"]))
+    machine = ThisMachine()
+    monkeypatch.setattr(machine, "free_disk_bytes", free.get)
+    assert budget.free_on([tmp_path / "one"], machine) == 1000
+    assert budget.free_on(list(free), machine) == 600  # one file system: all of it goes there
+    assert math.isinf(budget.free_on([tmp_path / "gone"], machine))
 
 
 def test_gradients_wait_on_disk_only_where_optimizer_state_is_there() -> None:

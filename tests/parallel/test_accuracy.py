@@ -25,7 +25,7 @@ def test_the_loss_on_unseen_text_is_within_one_percent(ranks: Ranks) -> None:
     assert coded["after"] == pytest.approx(plain["after"], rel=0.01)
 
 
-def test_the_benchmark_keeps_the_curve_and_the_ratio_of_each_variant(tmp_path: Path) -> None:
+def test_the_benchmark_keeps_the_curve_and_the_ratio_of_each_variant(tmp_path: Path, preloaded_processes: None) -> None:
     path = tmp_path / "accuracy.json"
     assert accuracy.main(["--steps", "3", "--only", "zero++", "--json", str(path)]) == 0
     report = json.loads(path.read_text())

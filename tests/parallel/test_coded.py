@@ -165,6 +165,7 @@ def story(of: int, block: dict[str, Any], stage: int) -> dict[str, Any]:
     return {"losses": losses, "before": before, "seen": seen, "after": after, "whole": whole_parameters(model)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", [2, 3])
 def test_masters_keep_their_bits_and_training_follows(ranks: Ranks, stage: int) -> None:
     block = ON if stage == 3 else {"zero_quantized_gradients": True}
@@ -189,6 +190,7 @@ def kept() -> dict[str, Any]:
     return {"losses": losses, "held": held, "padded": sum(group.layout.padded for group in groups)}
 
 
+@pytest.mark.slow
 def test_an_engine_keeps_what_codes_lose(ranks: Ranks) -> None:
     plain = ranks.run(4, story, 2, {}, 3)
     for before, answer in zip(plain, ranks.run(4, kept), strict=True):

@@ -47,6 +47,7 @@ def on_unlike_nodes(sizes: list[int], by_turns: bool, function: Any, *args: Any)
     return function(*args)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_fp64_parameters_agree_with_plain_pytorch(ranks: Ranks, stage: int) -> None:
     for case, found in zip(CASES, ranks.run(4, on_nodes, 2, all_sharded, CASES, stage)[0], strict=True):
@@ -136,6 +137,7 @@ def test_whoever_needs_whole_tensors_gets_them(ranks: Ranks) -> None:
         torch.testing.assert_close(torch.as_tensor(two[name]), torch.as_tensor(value), rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("block", [{}, HOST], ids=["device", "host"])
 def test_checkpoints_know_nothing_of_nodes(ranks: Ranks, tmp_path: Path, block: dict[str, Any]) -> None:
     case, root = Case(dtype=torch.float32), str(tmp_path)

@@ -399,10 +399,23 @@ REFUSALS = [
 ]
 
 
+MEASURED = [
+    ("zero_hpz_partition_size", 2),
+    ("zero_hpz_partition_size", "auto"),
+    ("zero_quantized_weights", "auto"),
+    ("zero_quantized_gradients", "auto"),
+]
+
+
 def test_what_cannot_be_cut_is_refused_in_words(ranks: Ranks) -> None:
-    for found in ranks.run(2, all_refused, [{"tensor_parallel": block} for block, _ in REFUSALS]):
-        for (_, words), said in zip(REFUSALS, found, strict=True):
+    blocks: list[dict[str, Any]] = [{"tensor_parallel": block} for block, _ in REFUSALS]
+    tensor = {"autotp_size": 2, "plan": PLAN}
+    blocks += [{"tensor_parallel": tensor, "zero_optimization": {"stage": 3, key: value}} for key, value in MEASURED]
+    for found in ranks.run(2, all_refused, blocks):
+        for (_, words), said in zip(REFUSALS, found[: len(REFUSALS)], strict=True):
             assert words in said
+        for (key, value), said in zip(MEASURED, found[len(REFUSALS) :], strict=True):
+            assert f"zero_optimization.{key}: {value} does not work with the axes 2 (tensor)" in said
 
 
 # ------------------------------------------------------------------------------------------------------------ the page
@@ -410,13 +423,16 @@ def test_what_cannot_be_cut_is_refused_in_words(ranks: Ranks) -> None:
 PAGE = Path(__file__).parents[2] / "docs" / "tensor-parallelism.md"
 
 
-def run_listing(code: str) -> float:
+def run_listings(listings: list[str]) -> float:
     scope: dict[str, Any] = {}
-    exec(compile(code, str(PAGE), "exec"), scope)
+    for code in listings:
+        exec(compile(code, str(PAGE), "exec"), scope)
     return float(scope["loss"])
 
 
-def test_the_listing_of_the_page_runs(ranks: Ranks) -> None:
-    code = PAGE.read_text().split("```python\n")[1].split("```")[0]
-    one, other, *_ = ranks.run(4, run_listing, code)
+def test_the_listings_of_the_page_run(ranks: Ranks) -> None:
+    page = PAGE.read_text().replace('"cuda", (4, 2), mesh_dim', '"cpu", (2, 2), mesh_dim')
+    listings = [after.split("```")[0] for after in page.split("```python\n")[1:]]
+    assert len(listings) == 2
+    one, other, *_ = ranks.run(4, run_listings, listings)
     assert one == other

@@ -49,7 +49,7 @@ def test_second_copies_may_take_half_of_what_a_gpu_has_free(free: int, why: str 
     precision = GroupPrecision.of(torch.float32, torch.bfloat16, trainable=True)
     kinds = {Group(precision, True, persistent=False): 1000, Group(precision, True, persistent=True): 50}
     shard = SimpleNamespace(rank_group=RankGroup(0, 4, 2, "nccl"), all_reduce_min=lambda value, _: value)
-    gpu = SimpleNamespace(is_cuda=True, available_bytes=lambda: float(free))
+    gpu = SimpleNamespace(has_device_memory=True, available_bytes=lambda: float(free))
     context = SimpleNamespace(device=gpu, roles=SimpleNamespace(shard=shard))
     tried: Any = (load({}), context, SimpleNamespace(units={"unit": kinds}))
     assert autotune.Autotuner(*tried)._too_large(2) == why
@@ -77,6 +77,7 @@ def test_what_is_chosen_is_in_force(ranks: Ranks, worth_it: float, chosen: dict[
         assert (one["step"], one["loss"]) == (other["step"], other["loss"])
 
 
+@pytest.mark.slow
 def test_ranks_with_different_times_decide_alike(ranks: Ranks) -> None:
     for seed in range(4):
         chosen = [one["chosen"] for one in ranks.run(4, trained_by_dice, seed)]

@@ -17,6 +17,7 @@ from tests.support.ranks import Ranks
 from tests.support.zeropp import ALL, trained
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("accumulation", [1, 3])
 def test_bytes_that_enter_a_node_and_what_is_learned(ranks: Ranks, accumulation: int) -> None:
     plain = ranks.run(4, trained, {}, accumulation)

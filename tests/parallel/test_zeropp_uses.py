@@ -82,6 +82,7 @@ def check_same(one: list[dict[str, Any]], other: list[dict[str, Any]]) -> None:
 TIERS = {"": Tier.DEVICE, "cpu": Tier.HOST, "nvme": Tier.DISK}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("others", "highest"), [({**HALVES, **CLIPPED}, ""), (CLIPPED, "cpu")], ids=["bf16", "fp32"])
 def test_where_states_rest(ranks: Ranks, tmp_path: Path, others: dict[str, Any], highest: str) -> None:
     """In fp32 steps on the host are other bits than steps on the device, codes or not."""

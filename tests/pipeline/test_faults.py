@@ -54,6 +54,7 @@ def fail_at_each() -> list[tuple[str, str, str, float]]:
     return found
 
 
+@pytest.mark.slow
 def test_a_rank_that_raises_at_an_operation_takes_the_others_with_it(ranks: Ranks) -> None:
     answers = ranks.run(4, fail_at_each)
     places = [place for name in CHUNKS for place in WHERE[name]]
@@ -69,7 +70,9 @@ def test_a_rank_that_raises_at_an_operation_takes_the_others_with_it(ranks: Rank
 
 def test_a_rank_that_is_killed_ends_all_ranks() -> None:
     command = [sys.executable, "-m", "tests.support.killed_stage"]
-    done = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=120, check=True)
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment(root=True), capture_output=True, text=True, timeout=120, check=True
+    )
     for (victim, _), line in zip(SCENARIOS, done.stdout.splitlines(), strict=True):
         survivors = json.loads(line)
         assert len(survivors) == NUM_RANKS - 1

@@ -88,6 +88,7 @@ def test_compiled_units_train_as_they_do_eagerly(ranks: Ranks, stage: int) -> No
         assert difference < 1e-10, f"{name} differs by {difference}"
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
 def test_units_compiled_by_inductor_train_as_they_do_eagerly(ranks: Ranks) -> None:
     """Generated kernels keep pointers to weights that are gone; here they get the gathered ones in every call."""

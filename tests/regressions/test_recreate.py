@@ -61,6 +61,7 @@ def come_and_go(stage: int) -> dict[str, list[Any]]:
     return left
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_engines_come_and_go_and_leave_nothing_behind(ranks: Ranks, stage: int) -> None:
     """Global state keeps every engine alive; here bytes, hooks, threads and files stay what they were."""
@@ -128,6 +129,7 @@ def side_by_side() -> tuple[list[list[float]], list[list[float]]]:
     return together, alone
 
 
+@pytest.mark.slow
 def test_engines_of_different_configurations_do_not_touch_each_other(ranks: Ranks) -> None:
     """The last configuration holds for all engines; here each keeps its own, also while they take turns."""
     for together, alone in ranks.run(2, side_by_side):

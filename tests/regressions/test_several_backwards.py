@@ -130,6 +130,7 @@ def all_ways(stage: int) -> dict[str, dict[str, Tensor]]:
     return {f"{way.__name__} {ours}": sharded(way, stage, ours) for way in WAYS for ours in (True, False)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_several_forwards_and_backwards_add_up_as_they_do_plainly(ranks: Ranks, stage: int) -> None:
     """A gradient that arrives after its bucket was reduced is an error; here it is reduced again and added."""

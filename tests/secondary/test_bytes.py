@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -218,6 +219,15 @@ def memory_of_a_run(partition: int, bf16: bool, accumulation: int) -> dict[str, 
         found["padded"] = [group.layout.padded for group in groups_of(engine)]
         found["shards"] = sum(group.layout.shard_numel for group in groups_of(engine))
         del engine
+        assert is_soon(lambda limit=before + NOISE: live_bytes() <= limit), "an engine leaves tensors behind"
+    return found
+
+
+def is_soon(condition: Callable[[], bool]) -> bool:
+    """Tell whether the condition holds within some seconds: a thread of torch may hold a tensor a little longer."""
+    deadline = time.monotonic() + 20
+    while not (found := condition()) and time.monotonic() < deadline:
+        time.sleep(0.01)
     return found
 
 

@@ -447,6 +447,7 @@ def test_two_nodes_of_two_ranks_give_the_bits_of_four(ranks: Ranks, tmp_path: Pa
     check(ranks, [name], 4, 2, tmp_path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("num_ranks", "partition"),
     [(2, 2), (3, 2), (4, 3), (4, 4), (2, 8), (5, 3)],

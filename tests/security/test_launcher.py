@@ -105,6 +105,7 @@ def run_poisoned(folder: Path, *options: str, nodes: int = 1, secret: str = "") 
     return [words for words, launcher in zip(said, launchers, strict=True) if launcher.returncode]
 
 
+@pytest.mark.slow
 def test_one_node_trains_saves_and_starts_again_without_reading_a_pickle(folder: Path) -> None:
     assert run_poisoned(folder, "-n", "2", "--max-restarts", "1") == []
     assert (folder / "done-1").exists()
@@ -118,6 +119,7 @@ def test_several_nodes_train_without_reading_a_pickle(folder: Path, nodes: str, 
     assert (folder / "done-0").exists()
 
 
+@pytest.mark.slow
 def test_the_demo_reads_no_pickle(folder: Path) -> None:
     command = arguments("demo", "--ranks", "2", "--stages", "3", "--steps", "1", "--out", folder / "out")
     done = subprocess.run(command, env=poisoned(folder), capture_output=True, text=True, timeout=240, check=False)
@@ -203,9 +205,8 @@ def test_a_launcher_that_is_killed_leaves_no_rank_and_no_folder(tmp_path: Path, 
     """Killed when its first rank has just been started, and later."""
     (tmp_path / "script.py").write_text(SLEEP)
     mark = str(tmp_path / "script.py")
-    launcher = subprocess.Popen(
-        arguments("run", "-n", "2", mark, str(tmp_path)), env={**environment(), "TMPDIR": str(own_tmp)}
-    )
+    variables = {**environment(fresh=True), "TMPDIR": str(own_tmp)}  # its ranks are known by their command
+    launcher = subprocess.Popen(arguments("run", "-n", "2", mark, str(tmp_path)), env=variables)
     try:
         parent, deadline = psutil.Process(launcher.pid), time.monotonic() + 90
         while not any("rank.py" in _line(child) for child in parent.children()):

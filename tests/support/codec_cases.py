@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from typing import get_args
+
 import torch
 from torch import Tensor
 
+from shardwell.kernels.quantized_format import Kind
 from tests.support.kernel_cases import any_bits, bits, likely
 
-KINDS = ("int8", "int4", "fp8")
+KINDS: tuple[Kind, ...] = get_args(Kind)
+LARGEST: dict[Kind, float] = {"int8": 127.0, "int4": 7.0, "fp8": 448.0}  # codes
 TYPES = (torch.float32, torch.bfloat16, torch.float16)
 LENGTHS = (0, 1, 2, 3, 255, 256, 257, 511, 1000)
 

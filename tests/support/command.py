@@ -7,16 +7,24 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tests.support import preloaded
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def environment() -> dict[str, str]:
-    paths = [str(ROOT / "src"), os.environ.get("PYTHONPATH", "")]
+def environment(*, fresh: bool = False, root: bool = False) -> dict[str, str]:
+    """Return the variables of a command. `fresh`: the test is about imports, memory or the end of Python itself.
+
+    `root` lets the command import `tests`. Without `fresh`, Python may come with torch and shardwell loaded
+    (`preloaded.py`).
+    """
+    paths = [*([str(ROOT)] if root else []), str(ROOT / "src"), os.environ.get("PYTHONPATH", "")]
     return {
         **os.environ,
         "PYTHONPATH": os.pathsep.join(filter(None, paths)),
         "SHARDWELL_DEVICE": "cpu",
         "NO_COLOR": "1",
+        preloaded.VARIABLE: "0" if fresh else "1",
     }
 
 

@@ -7,6 +7,7 @@ shards, flat buffers and staging themselves, and for faults that are put where u
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import shardwell
@@ -14,6 +15,7 @@ from shardwell.checkpoint import Folder
 from shardwell.memory import Device, TemporaryBuffers
 from shardwell.offload.disk import DiskTier
 from shardwell.parallel import Collectives, MeshRoles
+from shardwell.parallel.rank_store import RankStore
 from shardwell.parallel.traffic import TrafficReport
 from shardwell.sharding import ShardedGroup, Unit
 from shardwell.sharding.gradients import Gradients
@@ -39,6 +41,17 @@ def collectives_of(engine: shardwell.Engine) -> Collectives:
     return roles_of(engine).all
 
 
+def gather_ahead(engine: shardwell.Engine, most: int, bucket: int) -> None:
+    """Let an engine all-gather so many units ahead, as it does with NCCL, if they have no more elements than that."""
+    prefetch = engine._scheduler.prefetch
+    prefetch.limits = replace(prefetch.limits, most_ahead=most, bucket=bucket)
+
+
+def board_of(engine: shardwell.Engine) -> RankStore:
+    """Return the store through which the engine's ranks agree, as its steps ask it; heartbeats have a connection."""
+    return roles_of(engine).agreement._board
+
+
 def roles_of(engine: shardwell.Engine) -> MeshRoles:
     """Return what the engine uses its groups of ranks for."""
     return engine._context.roles
@@ -57,6 +70,11 @@ def temporary_buffers_of(engine: shardwell.Engine) -> TemporaryBuffers:
 def handed_out(buffers: TemporaryBuffers) -> dict[int, Any]:
     """Return what was allocated and not freed: tensor, state and unit, by the tensor's `id`."""
     return buffers._out
+
+
+def autocast_of(engine: shardwell.Engine) -> Any:
+    """Return what makes the context of autocast in which the engine runs forwards."""
+    return engine._precision.autocast
 
 
 def disk_of(engine: shardwell.Engine) -> DiskTier:
@@ -164,3 +182,18 @@ def memory_going_down(engine: shardwell.Engine) -> Iterator[Any]:
         yield from (memory for _, memory in offloader._leaving)
         for transfer in [*offloader._transfers.values(), *(job.transfer for job in queue._jobs.values())]:
             yield from transfer.gradients.values()
+
+
+def end_simulated_step(engine: Any) -> None:
+    """Tell a simulation that nothing of its step is in flight any more."""
+    engine._context.device.num_steps += 1
+
+
+def disk_or_none(engine: Any) -> Any:
+    """The disk tier of an engine; None if nothing is stored on disk."""
+    return engine._context.disk
+
+
+def memory_stats_of(engine: Any) -> Any:
+    """The memory statistics of an engine."""
+    return engine._context.memory_stats

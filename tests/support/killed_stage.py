@@ -57,14 +57,15 @@ def play(victim: int, where: str) -> list[dict[str, object]]:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     pipes = []
+    staying, leaving = os.pipe()
     for rank in range(NUM_RANKS):
         reading, writing = os.pipe()
         if os.fork() == 0:
             os.close(reading)
+            os.close(leaving)
             with os.fdopen(writing, "w") as out:
                 json.dump(survive(rank, victim, where, port), out)
-            if rank == 0:
-                time.sleep(3)  # it holds the store in which ranks leave words
+            os.read(staying, 1)  # a slower rank must not take it for the one that was killed
             os._exit(0)
         os.close(writing)
         pipes.append(reading)
@@ -72,6 +73,8 @@ def play(victim: int, where: str) -> list[dict[str, object]]:
     for reading in pipes:
         with os.fdopen(reading) as text:
             said.append(text.read())
+    os.close(leaving)
+    os.close(staying)
     for _ in range(NUM_RANKS):
         os.wait()
     return [json.loads(words) for words in said if words]

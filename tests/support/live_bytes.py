@@ -33,6 +33,7 @@ class PeakWatch(TorchDispatchMode):
         super().__init__()
         self._known: dict[int, StorageWeakRef] = {}
         self.peak = 0
+        gc.collect()  # what earlier code left behind must not go in the meantime
         with torch._C.DisableTorchFunctionSubclass():
             for item in gc.get_objects():
                 if issubclass(type(item), torch.Tensor):

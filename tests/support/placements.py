@@ -55,17 +55,17 @@ def auto(device: int, host: int, **others: Any) -> dict[str, Any]:
     return {"placement": "auto", "memory": {"device": device * SHARE, "host": 2 * host * SHARE}, **others}
 
 
-def configured(block: dict[str, Any], own: dict[str, Any], **others: Any) -> dict[str, Any]:
+def configured(block: dict[str, Any], own: dict[str, Any], stage: int = 3, **others: Any) -> dict[str, Any]:
     """Plans that need no memory for gradients that wait, where nothing makes them wait."""
     quickly()
     if "gradient_clipping" not in others:
         own = {"commit": "at_once", **own}
     adam = {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.1}}
-    return zero(3, zero_optimization=block, shardwell=own, optimizer=adam, bf16={"enabled": True}, **others)
+    return zero(stage, zero_optimization=block, shardwell=own, optimizer=adam, bf16={"enabled": True}, **others)
 
 
-def trained(block: dict[str, Any], own: dict[str, Any], **others: Any) -> dict[str, Any]:
-    config = configured(block, own, train_micro_batch_size_per_gpu=4, **others)
+def trained(block: dict[str, Any], own: dict[str, Any], stage: int = 3, **others: Any) -> dict[str, Any]:
+    config = configured(block, own, stage, train_micro_batch_size_per_gpu=4, **others)
     torch.manual_seed(0)
     engine = shardwell.initialize(model=Stack(), config=config).engine
     for step in range(4 * engine.gradient_accumulation_steps()):
@@ -84,6 +84,7 @@ def trained(block: dict[str, Any], own: dict[str, Any], **others: Any) -> dict[s
         "held": +held,
         "planned": engine.offload.stored_bytes(),
         "text": str(engine.offload),
+        "executor": type(engine.optimizer.executor).__name__,
     }
 
 

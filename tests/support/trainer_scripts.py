@@ -70,7 +70,8 @@ def attempt(name, act):
         found = "failed: " + "".join(traceback.format_exception(error))[-3000:]
     accelerate.state.AcceleratorState._reset_state(True)
     accelerate.state.GradientState._reset_state()
-    os.environ.pop("ACCELERATE_USE_CPU", None)
+    for variable in ("ACCELERATE_USE_CPU", "ACCELERATE_USE_DEEPSPEED"):  # otherwise DDP would be DeepSpeed from now on
+        os.environ.pop(variable, None)
     if rank == 0:
         print("RESULT " + json.dumps([name, found]), flush=True)
 """

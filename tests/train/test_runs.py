@@ -14,10 +14,11 @@ from torch import Tensor
 
 import shardwell
 from shardwell.errors import ConfigError
-from shardwell.train.memory_choice import Way, choose, device_bytes, ladder
+from shardwell.sharding.ways import Way, ladder
+from shardwell.train.memory_choice import choose, device_bytes
 from shardwell.train.models import byte_tokenizer, empty_model, model_config
 from shardwell.train.rank import train
-from shardwell.train.recipe import as_yaml, read_recipe
+from shardwell.train.recipe import as_yaml, check_same_run, keep_recipe, read_recipe
 from shardwell.train.rows import IGNORED, Rows
 from tests.support.command import shardwell as command
 from tests.support.ranks import Ranks
@@ -87,6 +88,7 @@ def train_and_note_rows(given: dict[str, Any]) -> list[list[int]]:
     return seen
 
 
+@pytest.mark.slow
 def test_every_token_of_a_step_has_the_same_weight(ranks: Ranks, tmp_path: Path, chats: str) -> None:
     given = options(tmp_path / "out", chats, accumulation=2, micro_batch=1, steps=3)
     first, second = ranks.run(2, train_and_note_rows, given)
@@ -127,6 +129,7 @@ def fine_tuned(folder: str, base: str, chats: str) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.slow
 def test_models_and_adapters_are_exported_for_from_pretrained(ranks: Ranks, tmp_path: Path, chats: str) -> None:
     peft = pytest.importorskip("peft")
     tokenizer = byte_tokenizer()
@@ -226,6 +229,7 @@ def test_a_recipe_that_cannot_be_run_is_refused_in_words(given: dict[str, Any], 
         read_recipe(None, given)
 
 
+@pytest.mark.slow
 def test_one_command_trains_evaluates_and_exports(tmp_path: Path) -> None:
     few = ["--steps", "6", "--set", "log_every=3", "--set", "sample_tokens=8", "--output", str(tmp_path / "out")]
     done = command("train", "--demo", *few, cwd=tmp_path)
@@ -238,6 +242,16 @@ def test_one_command_trains_evaluates_and_exports(tmp_path: Path) -> None:
     assert (tmp_path / "out" / "model" / "model.safetensors").exists()
     again = command("train", "--demo", *few, cwd=tmp_path)
     assert again.stdout.splitlines()[1].startswith("resumed at step 6")
+
+
+def test_the_folder_of_another_run_is_refused_with_the_way_out(tmp_path: Path, chats: str) -> None:
+    first = read_recipe(None, options(tmp_path, chats))
+    keep_recipe(first, tmp_path)
+    check_same_run(read_recipe(None, options(tmp_path, chats, steps=9)), tmp_path)  # goes on
+    other = options(tmp_path, chats, new_model={**TINY, "num_hidden_layers": 1})
+    with pytest.raises(ConfigError, match=r"has a run with another new_model; choose another folder, or delete it"):
+        check_same_run(read_recipe(None, other), tmp_path)
+    check_same_run(read_recipe(None, {**other, "resume": False}), tmp_path)
 
 
 def test_the_command_prints_its_recipe_and_refuses_in_one_line(tmp_path: Path) -> None:

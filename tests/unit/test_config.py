@@ -11,9 +11,8 @@ import pytest
 from pydantic import ValidationError
 
 from shardwell.config import SCHEDULERS, Config, OffloadParamConfig, OptimizerConfig, SchedulerConfig, ZeroConfig, load
-from shardwell.config.block import ConfigBlock
+from shardwell.config.block import ConfigBlock, block_of
 from shardwell.config.schedules import NEEDED
-from shardwell.config.schema import block_of
 from shardwell.offload.disk import AioSettings
 from tests.support.configs import at, batch, nested, pairs, refusal
 
@@ -26,9 +25,11 @@ fp16.hysteresis 2  fp16.consecutive_hysteresis false  fp16.min_loss_scale 1.0
 torch_autocast.enabled false  torch_autocast.dtype "bf16"
 activation_checkpointing.partition_activations false  activation_checkpointing.cpu_checkpointing false
 shardwell.divergence_timeout 60.0  shardwell.nonfinite "auto"  shardwell.find_unused_parameters false
+shardwell.expert_parallel_size 1
 shardwell.placement "asked"
 shardwell.memory.device 0.75  shardwell.memory.host 0.9  shardwell.memory.disk 0.95
 shardwell.shard_at_world_one false  shardwell.keep_pages true  shardwell.keep_frozen "auto"
+shardwell.bundle_size "auto"
 zero_optimization.stage 0  zero_optimization.stage3_max_live_parameters 1000000000
 zero_optimization.stage3_max_reuse_distance 0  zero_optimization.stage3_prefetch_bucket_size 50000000
 zero_optimization.stage3_param_persistence_threshold "auto"

@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardwell.config import load, remarks, table, told
-from shardwell.config.block import ConfigBlock
+from shardwell.config.block import ConfigBlock, block_of
 from shardwell.config.deepspeed_keys import KEYS as ROWS
-from shardwell.config.schema import Config, block_of
+from shardwell.config.schema import Config
 from shardwell.errors import ConfigError
 from tests.support.configs import nested
 

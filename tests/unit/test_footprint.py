@@ -9,7 +9,7 @@ import pytest
 from tests.support.footprint import footprint
 from tests.support.ranks import Ranks
 
-MOST = {3: (140, 22), 0: (110, 17)}  # functions and files, by stage
+MOST = {3: (140, 18), 0: (110, 14)}  # functions and files, by stage
 DEEPEST = 10  # frames of the package
 
 

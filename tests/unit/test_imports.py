@@ -24,9 +24,10 @@ print(*[name for name in sys.modules if name.startswith("shardwell.offload")])
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", [0, 3])
 def test_a_run_without_offloading_does_not_import_it(tmp_path: object, stage: int) -> None:
     command = [sys.executable, "-c", PROGRAM, str(stage), str(tmp_path)]
-    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, env=environment(fresh=True), capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == []

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.optim import SGD
@@ -109,20 +108,28 @@ def test_a_lazy_parameter_is_refused() -> None:
     refused(nn.Sequential(nn.LazyLinear(3)), "parameter '0.weight' has no shape yet")
 
 
-def split_parameter() -> str:
+def split_parameters() -> list[str]:
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import Replicate, distribute_tensor
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-    model = nn.Linear(3, 3)
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    model.weight = nn.Parameter(distribute_tensor(model.weight.detach(), mesh, [Replicate()]))
-    with pytest.raises(shardwell.ShardwellError) as caught:
-        shardwell.initialize(model=model, config=zero(2))
-    return str(caught.value)
+    over_two_axes = nn.Linear(4, 4)
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
+    over_two_axes.weight = nn.Parameter(distribute_tensor(over_two_axes.weight.detach(), mesh, [Replicate(), Shard(0)]))
+    taken = nn.Linear(4, 4)
+    fully_shard(taken, mesh=mesh["tp"])
+    words = []
+    for model in (over_two_axes, taken):
+        with pytest.raises(shardwell.ShardwellError) as caught:
+            shardwell.initialize(model=model, config=zero(2))
+        words.append(str(caught.value))
+    return words
 
 
-def test_a_dtensor_is_refused(ranks: Ranks) -> None:
-    assert all("'weight' is a DTensor" in words for words in ranks.run(2, split_parameter))
+def test_dtensors_over_several_axes_and_those_of_fully_shard_are_refused(ranks: Ranks) -> None:
+    for over_two_axes, taken in ranks.run(2, split_parameters):
+        assert "'weight' is a DTensor over a mesh of shape (1, 2), and one dimension is expected" in over_two_axes
+        assert "torch's fully_shard or replicate has taken the model" in taken
 
 
 def wrapped_model() -> str:

@@ -10,7 +10,12 @@ ROOT = Path(__file__).parents[2]
 TESTS = ROOT / "tests"
 MODULES = sorted(TESTS.rglob("*.py"))
 FOLDERS = sorted({path.relative_to(TESTS).parts[0] for path in MODULES if path.parent != TESTS})
-PROGRAMS = {"campaigns", "programs", "what_may_i_do"}  # run by `python -m`, and split into modules as programs are
+PROGRAMS = {
+    "campaigns",
+    "programs",
+    "what_may_i_do",
+    "plan",
+}  # run by `python -m`, and split into modules as programs are
 
 
 def imported(path: Path) -> set[str]:

@@ -17,8 +17,10 @@ from torch import nn
 
 import shardwell
 from shardwell.errors import ConfigError
+from shardwell.memory import Device
 from shardwell.monitor.flops import flops_per_token, peak_flops
 from shardwell.monitor.numbers import counted, duration, short
+from shardwell.monitor.phases import Phases, phases_line
 from tests.support.models import Gpt, batches, share, zero
 from tests.support.ranks import Ranks
 
@@ -92,8 +94,11 @@ class Refuses(torch.overrides.TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_no_value_is_read_between_two_lines(capsys: pytest.CaptureFixture[str]) -> None:
-    engine, _ = trained({"steps_per_print": 100, "wall_clock_breakdown": True}, steps=1)
+@pytest.mark.parametrize("writes", [True, False])
+def test_no_value_is_read_between_two_lines(tmp_path: Path, capsys: pytest.CaptureFixture[str], writes: bool) -> None:
+    """With files all steps wait to be read; without, only the step of a line does."""
+    files = {"csv_monitor": {"enabled": True, "output_path": str(tmp_path)}} if writes else {}
+    engine, _ = trained({"steps_per_print": 100, "wall_clock_breakdown": True, **files}, steps=1)
     monitor = engine.monitor
     assert monitor is not None
     loss = torch.zeros(1, requires_grad=True) * 2
@@ -105,8 +110,18 @@ def test_no_value_is_read_between_two_lines(capsys: pytest.CaptureFixture[str]) 
             monitor.backward_ends()
             monitor.step_begins()
             monitor.step_ends()
-    assert len(monitor._output.waiting) == 6
+    assert len(monitor._output.waiting) == (6 if writes else 0)
+    assert monitor._losses == []
     assert "step" not in capsys.readouterr().out.splitlines()[-1][:5]
+
+
+def test_the_passes_of_a_pipeline_are_one_phase() -> None:
+    phases = Phases(Device(torch.device("cpu")))
+    phases.mark("forward and backward")
+    phases.mark("step")
+    line = phases_line(phases.take(), steps=1)
+    assert line.startswith("  time of a step: forward and backward ")
+    assert "other" not in line
 
 
 def test_the_numbers_of_a_run_do_not_depend_on_its_monitor(tmp_path: Path) -> None:

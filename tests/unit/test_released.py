@@ -71,6 +71,11 @@ def test_reading_a_released_parameter_is_a_clear_error(read: Any) -> None:
     engine.step()
 
 
+def test_the_error_names_the_attribute_that_was_read() -> None:
+    with pytest.raises(shardwell.ReleasedParameterError, match=r"'data' needs the values of"):
+        _ = released_engine().module.blocks[0].qkv.weight.data
+
+
 def test_a_parameter_keeps_its_identity_through_training() -> None:
     engine = released_engine()
     before = [id(p) for p in engine.module.parameters()]

@@ -73,15 +73,6 @@ def test_nothing_is_said_of_a_file_of_which_everything_holds(source: dict[str, A
     assert said(source) == ("", "")
 
 
-def test_a_prefetch_size_is_said_to_be_no_size() -> None:
-    zero = {"stage": 3, "stage3_prefetch_bucket_size": 5e8}
-    assert (
-        "stage3_prefetch_bucket_size (the next unit is prefetched whatever its size"
-        in said({"zero_optimization": zero})[1]
-    )
-    assert "prefetch" not in "".join(said({"zero_optimization": {"stage": 3, "stage3_prefetch_bucket_size": 0}}))
-
-
 def test_output_that_does_not_come_hurts() -> None:
     words = said({"activation_checkpointing": {"profile": True}})[0]
     assert "activation_checkpointing.profile has no effect: use torch.profiler" in words

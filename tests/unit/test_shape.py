@@ -5,6 +5,8 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator
+from functools import cache
+from itertools import zip_longest
 from pathlib import Path
 
 import shardwell
@@ -12,33 +14,132 @@ import shardwell
 HOME = Path(shardwell.__file__).parent
 CORE = ("memory", "parallel", "sharding", "optim", "runtime", "engine")
 MOST = 15  # attributes of an instance
+MOST_COLLABORATORS = 8  # classes of other modules of which an instance holds objects
+LONGEST_FILE, LONGEST_SEAM = 500, 300  # lines; the seams are the files of the forms and of the executors
+SEAMS = (
+    *("sharding/storage_form.py", "sharding/storage.py", "sharding/assembled_storage.py", "offload/storage.py"),
+    *("optim/executor.py", "offload/host_executor.py"),
+)
+# the scheduler and the optimizer, and the files that do their work at stages 0 to 3
+WITHOUT_TIERS = ("runtime/scheduler.py", "runtime/reducer.py", "optim/optimizer.py", "optim/executor.py")
 TIER = re.compile(r"tier|offload|disk|nvme|swap|host", re.IGNORECASE)
 
 
-def core_classes() -> Iterator[ast.ClassDef]:
-    for package in CORE:
-        for path in sorted((HOME / package).glob("*.py")):
-            yield from (node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ClassDef))
-
-
-def attributes(one: ast.ClassDef) -> set[str]:
-    """The annotated names of a class, and what its methods assign to `self`."""
-    found = {n.target.id for n in one.body if isinstance(n, ast.AnnAssign) and isinstance(n.target, ast.Name)}
-    for method in (node for node in one.body if isinstance(node, ast.FunctionDef)):
-        for node in ast.walk(method):
-            is_assigned = isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)
-            if is_assigned and isinstance(node.value, ast.Name) and node.value.id == "self":
-                found.add(node.attr)
+@cache
+def modules() -> dict[str, ast.Module]:
+    """Return all modules of the package, parsed, by their dotted names."""
+    found = {}
+    for path in sorted(HOME.rglob("*.py")):
+        name = ".".join(("shardwell", *path.relative_to(HOME).with_suffix("").parts)).removesuffix(".__init__")
+        found[name] = ast.parse(path.read_text())
     return found
 
 
+@cache
+def homes() -> dict[str, set[str]]:
+    """Return the modules that define each class of the package."""
+    found: dict[str, set[str]] = {}
+    for name, tree in modules().items():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ClassDef):
+                found.setdefault(node.name, set()).add(name)
+    return found
+
+
+def core_classes() -> Iterator[tuple[str, ast.ClassDef]]:
+    for name, tree in modules().items():
+        if name.removeprefix("shardwell.").split(".")[0] in CORE:
+            yield from ((name, node) for node in ast.walk(tree) if isinstance(node, ast.ClassDef))
+
+
+def assigned(one: ast.ClassDef) -> Iterator[tuple[str, list[ast.expr]]]:
+    """Yield the attributes of a class: annotated names, and what methods assign to `self`, with what tells the type."""
+    for node in one.body:
+        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+            yield node.target.id, [node.annotation]
+    for method in (node for node in one.body if isinstance(node, ast.FunctionDef)):
+        parameters = {arg.arg: arg.annotation for arg in (*method.args.args, *method.args.kwonlyargs) if arg.annotation}
+        for node in ast.walk(method):
+            for target, value in pairs(node):
+                is_own = isinstance(target, ast.Attribute) and isinstance(target.ctx, ast.Store)
+                if is_own and isinstance(target.value, ast.Name) and target.value.id == "self":
+                    hints = [node.annotation] if isinstance(node, ast.AnnAssign) else []
+                    if isinstance(value, ast.Name) and value.id in parameters:
+                        hints.append(parameters[value.id])
+                    elif isinstance(value, ast.Call):
+                        hints.append(value.func)
+                    yield target.attr, hints
+
+
+def pairs(node: ast.AST) -> Iterator[tuple[ast.expr, ast.expr | None]]:
+    """Yield the targets of an assignment, each with its value, where one belongs to it."""
+    if isinstance(node, (ast.AnnAssign, ast.AugAssign)):
+        yield node.target, node.value
+    elif isinstance(node, ast.Assign):
+        for target in node.targets:
+            if isinstance(target, ast.Tuple):
+                values = node.value.elts if isinstance(node.value, ast.Tuple) else []
+                yield from zip_longest(target.elts, values)
+            else:
+                yield target, node.value
+
+
+def attributes(one: ast.ClassDef) -> set[str]:
+    return {name for name, _ in assigned(one)}
+
+
+def collaborators(module: str, one: ast.ClassDef) -> set[str]:
+    """Return the classes of other modules whose objects a class has as attributes. Values and functions are none."""
+    names: set[str] = set()
+    for _, hints in assigned(one):
+        for hint in hints:
+            if not (isinstance(hint, ast.Subscript) and "Callable" in ast.unparse(hint.value)):
+                names.update(re.findall(r"\w+", ast.unparse(hint)))
+    found = {name for name in names if name in homes() and module not in homes()[name]}
+    return found - values()
+
+
+@cache
+def values() -> frozenset[str]:
+    """Return the classes whose objects are values: enums, frozen dataclasses, blocks of the configuration."""
+    found = set()
+    for node in (node for tree in modules().values() for node in ast.walk(tree) if isinstance(node, ast.ClassDef)):
+        bases, marks = " ".join(map(ast.unparse, node.bases)), " ".join(map(ast.unparse, node.decorator_list))
+        if re.search(r"Enum|NamedTuple|ConfigBlock", bases) or "frozen=True" in marks:
+            found.add(node.name)
+    return frozenset(found)
+
+
 def test_core_classes_have_few_attributes() -> None:
-    numbers = {one.name: len(attributes(one)) for one in core_classes()}
+    numbers = {one.name: len(attributes(one)) for _, one in core_classes()}
     too_many = {name: number for name, number in numbers.items() if number > MOST}
     assert not too_many, too_many
 
 
+def test_core_classes_have_few_collaborators() -> None:
+    found = {one.name: sorted(collaborators(module, one)) for module, one in core_classes()}
+    assert found["Scheduler"], "the check finds none"
+    too_many = {name: names for name, names in found.items() if len(names) > MOST_COLLABORATORS}
+    assert not too_many, too_many
+
+
+def test_no_file_is_long() -> None:
+    lengths = {str(path.relative_to(HOME)): len(path.read_text().splitlines()) for path in HOME.rglob("*.py")}
+    too_long = {name: n for name, n in lengths.items() if n > (LONGEST_SEAM if name in SEAMS else LONGEST_FILE)}
+    assert set(SEAMS) <= set(lengths)
+    assert not too_long, too_long
+
+
 def test_the_scheduler_and_the_optimizer_have_no_fork_on_a_tier() -> None:
-    for file in ("runtime/scheduler.py", "optim/optimizer.py"):
-        lines = (HOME / file).read_text().splitlines()
-        assert not [line for line in lines if re.search(r"is (not )?None", line) and TIER.search(line)], file
+    for file in WITHOUT_TIERS:
+        nodes = [node for node in ast.walk(ast.parse((HOME / file).read_text())) if isinstance(node, ast.Compare)]
+        with_none = [ast.unparse(node) for node in nodes if "None" in map(ast.unparse, node.comparators)]
+        assert with_none, f"{file}: the check finds none"
+        assert not [text for text in with_none if TIER.search(text)], file
+
+
+def test_no_two_public_classes_have_one_name() -> None:
+    """Those of `compat/` have the names of another library, which the package may use, too."""
+    found = {name: {home for home in places if ".compat." not in home} for name, places in homes().items()}
+    twice = {name: sorted(places) for name, places in found.items() if len(places) > 1 and not name.startswith("_")}
+    assert twice == {}

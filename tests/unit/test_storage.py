@@ -17,7 +17,7 @@ from shardwell.kernels.quantize import Codec
 from shardwell.memory import StateKind, Tier
 from shardwell.sharding import storage
 from shardwell.sharding.spec import CommitPolicy, GroupPrecision, SpecOverrides, spec_for
-from shardwell.sharding.storage import StorageForm, form_of, state_bytes
+from shardwell.sharding.storage_form import StorageForm, form_of, state_bytes
 from tests.support.internals import units_of
 from tests.support.ranks import Ranks
 

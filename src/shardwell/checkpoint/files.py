@@ -30,7 +30,7 @@ from shardwell.checkpoint.parsing import (
     show,
 )
 from shardwell.errors import CheckpointError
-from shardwell.memory.limits import num_cores
+from shardwell.memory.machine import current_machine
 from shardwell.sharding.layout import product
 
 MAX_HEADER = 100_000_000  # the limit of the safetensors package
@@ -232,7 +232,7 @@ def _beside(work: Callable[[], object]) -> Iterator[None]:
 
 def _has_spare_core() -> bool:
     """Tell whether each rank here has a second core. Without one, a checksum is cheapest while bytes are in cache."""
-    return num_cores() >= 2 * int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return current_machine().num_cores() >= 2 * int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
 _SYNC_FILE_RANGE_WRITE = 2

@@ -92,8 +92,9 @@ class Folder:
             aside = self._move_in(temporary, tag)
             directory.sync(self.root)
             if is_latest:
-                directory.write_atomically(self.root / LATEST, f"{tag}\n".encode())
+                directory.write_atomically(self.root / LATEST, tag.encode())
                 directory.sync(self.root)
+                self._remove_unfinished_names()
         self._unlock(temporary, self.root / tag)
         for path in aside:
             try:
@@ -125,7 +126,7 @@ class Folder:
         written. It is an error if the file names no checkpoint, or if there are only remains of checkpoints.
         """
         try:
-            tag = self._named()
+            tag = self.named()
         except CheckpointError as error:
             raise CheckpointError(f"{error}. {self._advice()}") from error
         if tag is not None:
@@ -256,6 +257,14 @@ class Folder:
                 removed.append(name)
         return removed
 
+    def _remove_unfinished_names(self) -> None:
+        """Remove temporary files of `latest` that crashes left. It is this process's turn, so nobody writes one now."""
+        for name, path in self._list():
+            match = _TEMPORARY.fullmatch(name)
+            if match is not None and (match["tag"], match["state"]) == (LATEST, "partial"):
+                with contextlib.suppress(OSError):  # `clean` removes it later
+                    path.unlink()
+
     def prune(self, keep_last: int, dry_run: bool = False) -> list[str]:
         """Remove all but the newest `keep_last` checkpoints and the one that `latest` names.
 
@@ -267,7 +276,7 @@ class Folder:
         renamed = []
         with contextlib.nullcontext() if dry_run else directory.turn(self.root):
             try:
-                named = self._named()
+                named = self.named()
             except CheckpointError:
                 named = None
             removed = [tag for tag in self._complete_tags()[keep_last:] if tag != named]
@@ -306,7 +315,7 @@ class Folder:
         if descriptor is not None:
             directory.unlock(path, descriptor)
 
-    def _named(self) -> str | None:
+    def named(self) -> str | None:
         """Return the tag in the file `latest`; None if there is no such file."""
         path = self.root / LATEST
         if not os.path.lexists(path):

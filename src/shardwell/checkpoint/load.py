@@ -24,8 +24,8 @@ from shardwell.checkpoint.sources import MODEL, SCALAR, STATE, ShardwellSource, 
 from shardwell.checkpoint.sources.base import StoredTensor
 from shardwell.checkpoint.sources.reading import into, region_into
 from shardwell.errors import CheckpointError
-from shardwell.memory.device import prefault
-from shardwell.memory.limits import free_host_bytes
+from shardwell.memory.host_memory import prefault
+from shardwell.memory.machine import current_machine
 from shardwell.optim import ShardedOptimizer
 from shardwell.optim.odd_state import state_from_json
 from shardwell.optim.param_slices import ParamSlice
@@ -155,7 +155,7 @@ class CheckpointLoader:
         requests = list(self._requests())
         num_bytes = sum(request.numel * self._source.tensors[request.name].dtype.itemsize for request in requests)
         local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        if num_bytes > _SHARE * free_host_bytes(local_world_size) / local_world_size:
+        if num_bytes > _SHARE * current_machine().free_host_bytes(local_world_size) / local_world_size:
             for request in requests:
                 self._read(request)  # for the checksums; it is read again when it is needed
             return
@@ -240,6 +240,9 @@ class CheckpointLoader:
     def _read_box_into(self, request: ReadRequest, stored: StoredTensor, flat: Tensor) -> None:
         """Fill a tensor with a slice of a parameter that is a box of the stored tensor."""
         slot, order = request.slot, order_of(stored.order)
+        if slot.packed is not None:
+            self._read_packed_into(request, stored, flat)
+            return
         box = Box(reordered(slot.box[1], order), reordered(slot.shape, order))
         stride = stride_in_order(slot.shape, order)  # of the box, if its elements are in the stored order
         if _same_order(slot, stride):
@@ -250,6 +253,20 @@ class CheckpointLoader:
         region_into(self._source, request.name, Region(box, 0, box.numel), full)
         mine.as_strided(slot.shape, slot.stride).copy_(full.as_strided(slot.shape, stride))
         flat.copy_(mine[request.start : request.start + request.numel])
+
+    def _read_packed_into(self, request: ReadRequest, stored: StoredTensor, flat: Tensor) -> None:
+        """Fill a tensor with a slice of a parameter that is packed of several boxes of the stored tensor."""
+        if not _same_order(request.slot, contiguous_stride(request.slot.shape)) or tuple(stored.order) != tuple(
+            contiguous_stride(stored.shape)
+        ):
+            raise CheckpointError(
+                f"{self._source.where}: '{request.name}' {stored.shape} is packed and cut, and is not contiguous"
+            )
+        at = 0
+        for one in request.slot.boxes(request.start, request.numel):
+            region = Region(Box(one.offsets, one.sizes), one.start, one.start + one.numel)
+            region_into(self._source, request.name, region, flat[at : at + one.numel])
+            at += one.numel
 
     def _read_into(self, request: ReadRequest, flat: Tensor) -> None:
         if is_part(request.slot):

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -39,30 +40,40 @@ class SavedPiece:
     numel: int
     read: Callable[[], Tensor]  # 1D, in place; valid until the next slice is read
     box: tuple[tuple[int, ...], tuple[int, ...]] | None = None  # offsets and sizes, if it is a slice of a box
+    number: int = 0  # among the slices of the tensor that this rank saves
 
     @classmethod
     def of(
         cls, slot: Slot, name: str, kind: str, dtype: torch.dtype, where: tuple[int, int], read: Callable[[], Tensor]
-    ) -> SavedPiece:
-        """Return a slice of a parameter; `where` is its first element in the parameter, and its length."""
+    ) -> Iterator[SavedPiece]:
+        """Yield the slices of a parameter's slice; `where` is its first element in the parameter, and its length."""
         if not is_part(slot):
-            return cls(name, kind, dtype, slot.shape, slot.stride, *where, read)
-        shape, offsets = slot.box
-        return cls(
-            name, kind, dtype, shape, stride_in_order(shape, order_of(slot.stride)), *where, read, (offsets, slot.shape)
-        )
+            yield cls(name, kind, dtype, slot.shape, slot.stride, *where, read)
+            return
+        shape = slot.box[0]
+        stride, at = stride_in_order(shape, order_of(slot.stride)), 0
+        for number, one in enumerate(slot.boxes(*where)):
+            part = read if one.numel == where[1] else partial(_slice_of, read, at, one.numel)
+            box = one.offsets, one.sizes
+            yield cls(name, kind, dtype, shape, stride, one.start, one.numel, part, box, number)
+            at += one.numel
+
+    @property
+    def key(self) -> str:
+        """The name of the slice in its file."""
+        return f"{self.name}/{self.number}" if self.number else self.name
 
     def record(self, file: str) -> TensorRecord:
         pieces: tuple[FilePiece, ...] = ()
         if self.numel and self.box is not None:
-            pieces = (BoxPiece(file, self.name, self.start, self.numel, *self.box),)
+            pieces = (BoxPiece(file, self.key, self.start, self.numel, *self.box),)
         elif self.numel:
-            pieces = (FilePiece(file, self.name, self.start, self.numel),)
+            pieces = (FilePiece(file, self.key, self.start, self.numel),)
         return TensorRecord(self.dtype, self.shape, self.stride, self.kind, pieces)
 
     @property
     def entry(self) -> Entry:
-        return Entry(self.name, self.dtype, (self.numel,))
+        return Entry(self.key, self.dtype, (self.numel,))
 
     @property
     def num_bytes(self) -> int:
@@ -70,7 +81,7 @@ class SavedPiece:
 
 
 class RankContents:
-    """All slices of this rank, by name, and the scalars of the optimizer's state."""
+    """All slices of this rank, by their names in its file, and the scalars of the optimizer's state."""
 
     def __init__(
         self,
@@ -127,7 +138,7 @@ class RankContents:
         for slot, at, start, numel in self._share(group):
             read = self._reader_of_masters(group, at, numel)
             name = MODEL + slot.name
-            self.parts[name] = SavedPiece.of(slot, name, "parameter", dtype, (start, numel), read)
+            self._add_slices(SavedPiece.of(slot, name, "parameter", dtype, (start, numel), read))
         for slot in group.layout.slots:
             if not slot.numel and self._rank == 0 and 0 in slot.box[0]:  # else it is an empty box of what others save
                 self.add(MODEL + slot.name, "parameter", torch.empty(slot.box[0], dtype=dtype, device="cpu"))
@@ -177,7 +188,22 @@ class RankContents:
     ) -> None:
         """Add one entry of the optimizer state; `where` is the first element in the parameter and the length."""
         name = f"{STATE}{slot.name}/{key}"
-        self.parts[name] = SavedPiece.of(slot, name, "state", dtype, where, read)
+        self._add_slices(SavedPiece.of(slot, name, "state", dtype, where, read))
+
+    def _add_slices(self, slices: Iterator[SavedPiece]) -> None:
+        self.parts.update((one.key, one) for one in slices)
+
+    def records(self, file: str) -> dict[str, TensorRecord]:
+        """Return what the manifest says about each tensor of which this rank saves slices."""
+        found: dict[str, TensorRecord] = {}
+        for part in self.parts.values():
+            record, known = part.record(file), found.get(part.name)
+            found[part.name] = record if known is None else replace(known, pieces=known.pieces + record.pieces)
+        return found
+
+
+def _slice_of(read: Callable[[], Tensor], at: int, numel: int) -> Tensor:
+    return read()[at : at + numel]
 
 
 def is_part(slot: Slot) -> bool:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwell.checkpoint.checksums import ALGORITHM, DIGITS, joined, shown
+from shardwell.checkpoint.checksums import ALGORITHM, DIGITS, shown
 from shardwell.checkpoint.files import CHUNK, MAX_HEADER, METADATA, Entry, FileRecord, bytes_of
 from shardwell.checkpoint.parsing import (
     LIMIT,
@@ -29,7 +29,7 @@ from shardwell.checkpoint.parsing import (
     show,
 )
 from shardwell.errors import CheckpointError
-from shardwell.kernels import crc32
+from shardwell.kernels import crc32, crc32_blocks
 
 
 def allocate_flat(numel: int, dtype: torch.dtype, where: str) -> Tensor:
@@ -192,7 +192,7 @@ class Reader:
         self._check_values(entry, flat)
 
     def _take_blocks(self, entry: Entry, first: int, view: memoryview, sums: str, size: int) -> None:
-        """Fill `view` from byte `first` of a tensor on. Consecutive complete blocks are checked together."""
+        """Fill `view` from byte `first` of a tensor on, and check the blocks that it touches."""
         end = first + len(view)
         begin_whole, end_whole = -(-first // size), entry.num_bytes if end == entry.num_bytes else end // size * size
         last_whole = -(-end_whole // size)
@@ -201,14 +201,13 @@ class Reader:
         for index in (*range(first // size, begin_whole), *range(last_whole, -(-end // size))):
             expected = sums[index * DIGITS : (index + 1) * DIGITS]
             self._take_of_block(entry, (index, size), first, view, expected)
-        value, at, stop = 0, begin_whole * size - first, min(last_whole * size, entry.num_bytes) - first
-        for start in range(at, stop, CHUNK):
-            part = view[start : min(start + CHUNK, stop)]
+        at, stop = begin_whole * size - first, min(last_whole * size, entry.num_bytes) - first
+        step = max(CHUNK // size, 1) * size
+        for start in range(at, stop, step):
+            part = view[start : min(start + step, stop)]
             self._pull_data(entry, first + start, part)
-            value = crc32(part, value)
-        if at < stop:
-            rest = (first + stop) % size  # bytes of a last block that is shorter
-            self._compare(entry.name, value, joined(sums[begin_whole * DIGITS : last_whole * DIGITS], size, rest))
+            found, index = crc32_blocks(part, size)[1].hex(), (first + start) // size * DIGITS
+            self._compare_blocks(entry.name, found, sums[index : index + len(found)])
 
     def _take_of_block(self, entry: Entry, block: tuple[int, int], first: int, view: memoryview, checksum: str) -> None:
         """Fill the part of `view` that is in one block, and check that block; `view` begins at byte `first`."""
@@ -247,6 +246,10 @@ class Reader:
         self._pull(self._offsets[entry.name] + start, view, f"tensor {show(entry.name)}")
         with self._lock:
             self.bytes_read += len(view)
+
+    def _compare_blocks(self, name: str, found: str, expected: str) -> None:
+        for at in range(0, len(found), DIGITS) if found != expected else ():
+            self._compare(name, int(found[at : at + DIGITS], 16), expected[at : at + DIGITS])
 
     def _compare(self, name: str, value: int, expected: str) -> None:
         found = shown(value)

@@ -29,12 +29,11 @@ from shardwell.checkpoint.manifest import Manifest
 from shardwell.checkpoint.rank_contents import RankContents
 from shardwell.errors import CheckpointError
 from shardwell.memory import Device, MemoryStats, StateKind, Tier
+from shardwell.parallel.rank_store import ALL, Pause, arrive, between, forget_arrival, has_all
 
-_OK, _RESULT = "ok", "result"
+_OK, _RESULT, _WRITTEN, _HEARD, _PROBLEM, _ANY, _BEAT = "ok", "result", "written", "heard", "problem", "any", "beat"
 SILENCE_LIMIT = 600.0  # seconds without a sign of life from ranks that write
 LIMIT_AFTER_FAILURE = 6.0  # the same, if one has failed
-_PAUSE = 0.02  # between two looks at the store, of the time waited so far
-_SHORTEST, _LONGEST = 1e-3, 0.05  # seconds of such a pause
 _LINGER, _LITTLE_LINGER = 5.0, 2.0  # seconds that rank 0 waits for the others to read the result; an error
 _ROUND, _GRACE = 1.0, 3.0  # seconds between two checks for ranks that exited; for their save to succeed after that
 
@@ -148,9 +147,9 @@ class Saver:
     def _write(
         self, job: SaveJob, contents: RankContents, values: Mapping[str, Any], data: Callable[[str], Tensor]
     ) -> None:
-        problem = ""
+        problem, own = "", None
         try:
-            self._write_part(job, contents, values, data)
+            own = self._write_part(job, contents, values, data)
         except Exception as error:
             problem = f"rank {self._rank}: {error}"
         except BaseException:  # the process is being ended
@@ -159,30 +158,34 @@ class Saver:
         finally:
             contents.close()
         self._clear_previous(job)
-        self._store.set(self._key(job, self._rank), problem or _OK)
-        result = self._commit(job) if self._rank == 0 else self._wait_for_result(job)
+        self.report(job, problem)
+        result = self._commit(job, own) if self._rank == 0 else self.wait_for_result(job)
         if result != _OK:
             raise CheckpointError(result)
 
     def _write_part(
         self, job: SaveJob, contents: RankContents, values: Mapping[str, Any], data: Callable[[str], Tensor]
-    ) -> None:
+    ) -> Manifest:
+        """Write this rank's file, and its part of the manifest unless this is rank 0, which merges the parts."""
         file = f"rank-{self._rank:05d}.safetensors"
         entries = [part.entry for part in contents.parts.values() if part.numel]
         files = {file: stream(job.temporary / file, entries, data)} if entries else {}
-        tensors = {name: part.record(file) for name, part in contents.parts.items()}
+        tensors = contents.records(file)
         manifest = Manifest(tensors, files, {**values, **contents.scalars})
-        self._part_of(job, self._rank).write_text(manifest.to_json(part=True), encoding="ascii")
+        manifest.check(part=True)
+        if self._rank:
+            self._part_of(job, self._rank).write_text(manifest.text(), encoding="ascii")
+        return manifest
 
-    def _commit(self, job: SaveJob) -> str:
+    def _commit(self, job: SaveJob, own: Manifest | None) -> str:
         """Commit the checkpoint on rank 0 when all ranks have written. Return the message for all ranks."""
         result = _OK
         try:
-            problems = [words for rank in range(self._num_ranks) if (words := self._wait_for(job, rank)) != _OK]
-            if problems:
+            self._wait_for(job, f"{_WRITTEN}/{ALL}")
+            if problems := self._problems(job):
                 raise CheckpointError("; ".join(problems))
-            manifests = []
-            for rank in range(self._num_ranks):
+            manifests = [own] if own is not None else []
+            for rank in range(1, self._num_ranks):
                 path = self._part_of(job, rank)
                 manifests.append(Manifest.from_json(path.read_text(encoding="ascii"), str(path), part=True))
                 path.unlink()
@@ -193,8 +196,7 @@ class Saver:
         except Exception as error:
             result = str(error) or type(error).__name__
             self._discard(job)
-        self._store.set(self._key(job, _RESULT), result)
-        self._wait_for_readers(job, _LINGER if result == _OK else _LITTLE_LINGER)
+        self.publish(job, result)
         return result
 
     @staticmethod
@@ -210,6 +212,13 @@ class Saver:
         with contextlib.suppress(CheckpointError):  # the first error counts
             job.folder.discard(job.temporary)
 
+    def _problems(self, job: SaveJob) -> list[str]:
+        """Return the errors of the ranks that have one."""
+        if not self._store.check([self._key(job, f"{_PROBLEM}/{_ANY}")]):
+            return []
+        keys = [self._key(job, f"{_PROBLEM}/{rank}") for rank in range(self._num_ranks)]
+        return [self._store.get(key).decode() for key in keys if self._store.check([key])]
+
     def _part_of(self, job: SaveJob, rank: int) -> Path:
         return job.temporary / f".part-{rank:05d}.json"
 
@@ -221,46 +230,69 @@ class Saver:
 
     def _clear_previous(self, job: SaveJob) -> None:
         """Remove the keys of the previous save from the store; all ranks have finished it."""
-        mine = [f"{self._rank}", f"{self._rank}/beat", f"{self._rank}/heard"]
-        for what in [*mine, *([_RESULT] if self._rank == 0 else [])]:
-            with contextlib.suppress(RuntimeError):  # a kind of store that cannot forget
-                self._store.delete_key(f"save/{job.number - 1}/{what}")
+        last, rank, size = f"save/{job.number - 1}", self._rank, self._num_ranks
+        keys = [f"{rank}", f"{_PROBLEM}/{rank}", *([_RESULT, _BEAT, f"{_PROBLEM}/{_ANY}"] if rank == 0 else [])]
+        with contextlib.suppress(RuntimeError):  # a kind of store that cannot forget
+            for key in keys:
+                self._store.delete_key(f"{last}/{key}")
+            forget_arrival(self._store, f"{last}/{_WRITTEN}", rank, size)
+            if rank:
+                forget_arrival(self._store, f"{last}/{_HEARD}", rank - 1, size - 1)
 
     def _send_heartbeat(self, job: SaveJob) -> None:
-        """Write a sign of life to the store, at most once a second."""
+        """Write a sign of life to the store, at most once a second. All ranks write to one key."""
         now = time.monotonic()
-        if now - self._last_heartbeat > 1.0:
+        if now - self._last_heartbeat > between(1.0, self._num_ranks):
             self._last_heartbeat = now
-            self._store.set(self._key(job, f"{self._rank}/beat"), str(now))
+            self._store.set(self._key(job, _BEAT), f"{self._rank} {now}")
 
-    def _wait_for(self, job: SaveJob, who: int | str) -> str:
-        """Wait for the message of a rank, or for the result of rank 0."""
-        key = self._key(job, who)
-        beats = [self._key(job, f"{rank}/beat") for rank in range(self._num_ranks)]
-        begin = last = asked = now = time.monotonic()
+    def _wait_for(self, job: SaveJob, what: str) -> None:
+        """Wait until all ranks have written, or for the result of rank 0."""
+        pause = Pause(self._num_ranks)
+        last = asked = time.monotonic()
         seen, limit = "", SILENCE_LIMIT
-        while not self._store.check([key]):
-            time.sleep(min(max(_PAUSE * (now - begin), _SHORTEST), _LONGEST))
+        while not self._store.check([self._key(job, what)]):
+            pause()
             now = time.monotonic()
             if self._is_given_up.is_set():
                 raise CheckpointError(f"{job.tag}: abandoned, because a rank has exited")
             if now - last > limit:
-                whom = "rank 0" if who == _RESULT else f"rank {who}"
+                whom = "rank 0" if what == _RESULT else f"rank {self._first_missing(job)}"
                 raise CheckpointError(f"{job.tag}: no word from {whom} for {limit:g} s while it was saving")
-            if now - asked > 1.0:
+            if now - asked > between(1.0, self._num_ranks):
                 limit = job.look()
-                asked, found = now, self._heartbeats(beats)
+                asked, found = now, self._last_beat(job)
                 if found != seen:
                     last, seen = now, found
-        return str(self._store.get(key).decode())
 
-    def _heartbeats(self, beats: list[str]) -> str:
-        return " ".join(self._store.get(beat).decode() for beat in beats if self._store.check([beat]))
+    def _first_missing(self, job: SaveJob) -> int:
+        """Return the first rank that has not written."""
+        missing = (rank for rank in range(self._num_ranks) if not self._store.check([self._key(job, rank)]))
+        return next(missing, 0)
 
-    def _wait_for_result(self, job: SaveJob) -> str:
+    def _last_beat(self, job: SaveJob) -> str:
+        key = self._key(job, _BEAT)
+        return str(self._store.get(key).decode()) if self._store.check([key]) else ""
+
+    def report(self, job: SaveJob, problem: str) -> None:
+        """Tell rank 0 that this rank has written its part, or why it has not."""
+        if problem:
+            self._store.set(self._key(job, f"{_PROBLEM}/{self._rank}"), problem)
+            self._store.set(self._key(job, f"{_PROBLEM}/{_ANY}"), "")
+        self._store.set(self._key(job, self._rank), "")
+        arrive(self._store, self._key(job, _WRITTEN), self._rank, self._num_ranks)
+
+    def publish(self, job: SaveJob, result: str) -> None:
+        """Tell all ranks how the save went, and wait a little until they know: the store may end with this process."""
+        self._store.set(self._key(job, _RESULT), result)
+        self._wait_for_readers(job, _LINGER if result == _OK else _LITTLE_LINGER)
+
+    def wait_for_result(self, job: SaveJob) -> str:
+        """Wait until rank 0 has committed the save, and return how it went."""
         try:
-            result = self._wait_for(job, _RESULT)
-            self._store.set(self._key(job, f"{self._rank}/heard"), "")
+            self._wait_for(job, _RESULT)
+            result = str(self._store.get(self._key(job, _RESULT)).decode())
+            arrive(self._store, self._key(job, _HEARD), self._rank - 1, self._num_ranks - 1)
             return result
         except DistError as error:  # rank 0 may have ended after its commit, and the store with it
             if job.folder.is_committed(job.tag):
@@ -268,11 +300,11 @@ class Saver:
             return f"{job.tag}: rank 0 has exited: {error}"
 
     def _wait_for_readers(self, job: SaveJob, seconds: float) -> None:
-        """Wait until all ranks know how the save went: the store may end with this process."""
-        heard = [self._key(job, f"{rank}/heard") for rank in range(1, self._num_ranks)]
-        deadline = time.monotonic() + seconds
-        while heard and not self._store.check(heard) and time.monotonic() < deadline:
-            time.sleep(_SHORTEST)
+        """Wait until all ranks know how the save went."""
+        if self._num_ranks > 1:
+            deadline, pause = time.monotonic() + seconds, Pause(self._num_ranks)
+            while not has_all(self._store, self._key(job, _HEARD)) and time.monotonic() < deadline:
+                pause()
 
 
 class Snapshot:

@@ -11,10 +11,12 @@ from rich.console import Console
 from rich.text import Text
 
 from shardwell.cli import (
+    calibrate_command,
     checkpoint_command,
     config_command,
     demo_command,
     doctor_command,
+    plan_command,
     run_command,
     train_command,
 )
@@ -33,6 +35,8 @@ app = typer.Typer(
 app.command("demo", epilog=epilog("demo"))(demo_command.demo)
 app.command("run", epilog=epilog("run"), context_settings={"allow_interspersed_args": False})(run_command.run)
 app.command("train", epilog=epilog("train"))(train_command.train)
+app.command("plan", epilog=epilog("plan"))(plan_command.plan)
+app.command("calibrate", epilog=epilog("calibrate"))(calibrate_command.calibrate)
 app.command("doctor", epilog=epilog("doctor"))(doctor_command.doctor)
 app.command("config", epilog=epilog("config"))(config_command.show)
 app.add_typer(checkpoint_command.app, name="checkpoint")

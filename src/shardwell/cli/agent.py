@@ -23,8 +23,8 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from shardwell.cli.failures import RankFailure, Restarts, failures_of, is_retryable
 from shardwell.cli.rank import ENDED
-from shardwell.memory.device import num_gpus
-from shardwell.parallel.attendance import ended_key
+from shardwell.memory.local_gpus import num_gpus
+from shardwell.parallel.attendance import ANY_ENDED, ended_key
 
 GRACE = 5  # seconds that ranks get to end after Ctrl-C, before they are killed
 _EARLY_FAILURES = 2  # in a row, until there is one rank less
@@ -77,6 +77,7 @@ class Agent(LocalElasticAgent):
                 rank = worker_group.workers[local_rank].global_rank
                 with contextlib.suppress(RuntimeError, OSError):  # without the store, ranks that wait end, too
                     store.set(ended_key(rank), "")
+                    store.set(ANY_ENDED, "")
                     Path(os.environ[ENDED], str(rank)).touch()
 
     def _plan_restart(self, failures: Mapping[int, ProcessFailure]) -> None:

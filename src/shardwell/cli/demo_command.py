@@ -34,22 +34,45 @@ _WIDTH_IN_A_PIPE = 130
 
 
 def demo(
-    ranks: Annotated[int, typer.Option(min=1, help="CPU ranks.")] = 2,
-    steps: Annotated[int, typer.Option(min=1, help="Optimizer steps at each stage.")] = 60,
+    ranks: Annotated[int | None, typer.Option(min=1, help="CPU ranks: 2, or 8 with --3d.")] = None,
+    steps: Annotated[
+        int | None, typer.Option(min=1, help="Optimizer steps at each stage: 60, or 10 in each layout with --3d.")
+    ] = None,
     stages: Annotated[
         str, typer.Option(help="Which stages, such as 0,3. All are compared with the first.")
     ] = "0,1,2,3",
     out: Annotated[Path, typer.Option(help="Folder for the picture and the raw numbers.")] = Path("shardwell-demo"),
     trace: Annotated[bool, typer.Option("--trace", help="Print the trace of the last step of each stage.")] = False,
     bf16: Annotated[bool, typer.Option("--bf16", help="Train in bfloat16 over fp32 masters.")] = False,
+    axes: Annotated[
+        bool, typer.Option("--3d", help="Compare layouts of data, tensor and pipeline parallelism instead.")
+    ] = False,
 ) -> None:
     """Train a small GPT on this machine's CPU at each ZeRO stage: same losses, less memory."""
-    from shardwell.cli.demo_rank import DemoJob
-
-    chosen = _parse_stages(stages)
     console = Console()
     if not console.is_terminal:
         console = Console(width=_WIDTH_IN_A_PIPE)
+    if axes:
+        raise typer.Exit(0 if _compare_layouts(ranks, steps, out, console, is_plain=not (trace or bf16)) else 1)
+    _compare_stages(_parse_stages(stages), ranks or 2, steps or 60, out, console, trace=trace, bf16=bf16)
+
+
+def _compare_layouts(ranks: int | None, steps: int | None, out: Path, console: Console, *, is_plain: bool) -> bool:
+    """Train in several layouts of the same ranks; return whether they agree."""
+    from shardwell.cli import demo_axes
+
+    number = ranks or demo_axes.NUM_RANKS
+    if number not in (4, 8) or not is_plain:
+        raise ShardwellError("--3d takes 4 or 8 ranks (--ranks), and goes without --trace and --bf16")
+    return demo_axes.run(number, steps or 10, out, console)
+
+
+def _compare_stages(
+    chosen: list[int], ranks: int, steps: int, out: Path, console: Console, *, trace: bool, bf16: bool
+) -> None:
+    """Train at each stage, and end the command with 1 if they do not agree."""
+    from shardwell.cli.demo_rank import DemoJob
+
     with kept_folder("shardwell-demo-") as folder:
         events = Path(folder, "events.jsonl")
         events.touch()

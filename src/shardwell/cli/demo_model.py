@@ -20,7 +20,7 @@ class TransformerBlock(nn.Module):
 
     def __init__(self, width: int, num_heads: int) -> None:
         super().__init__()
-        self.num_heads = num_heads
+        self.head_width = width // num_heads
         self.attention_norm = nn.LayerNorm(width)
         self.qkv = nn.Linear(width, 3 * width, bias=False)
         self.out = nn.Linear(width, width, bias=False)
@@ -29,11 +29,11 @@ class TransformerBlock(nn.Module):
         self.down = nn.Linear(4 * width, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        batch, time, width = x.shape
-        heads = self.qkv(self.attention_norm(x)).view(batch, time, 3, self.num_heads, -1)
+        batch, time, _ = x.shape
+        heads = self.qkv(self.attention_norm(x)).view(batch, time, 3, -1, self.head_width)
         q, k, v = heads.permute(2, 0, 3, 1, 4)
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.out(mixed.transpose(1, 2).reshape(batch, time, width))
+        x = x + self.out(mixed.transpose(1, 2).reshape(batch, time, -1))
         changed: Tensor = self.down(F.gelu(self.up(self.mlp_norm(x))))
         return x + changed
 
@@ -51,14 +51,26 @@ class ByteGpt(nn.Module):
         for embedding in (self.embed, self.position):
             nn.init.normal_(embedding.weight, std=0.02)
 
-    def forward(self, text: Tensor) -> Tensor:
-        """Return the loss of `text`, (batch, at most context + 1) bytes as int64."""
-        inputs, targets = text[:, :-1], text[:, 1:]
+    def logits(self, inputs: Tensor) -> Tensor:
+        """Return the logits of the byte after each one of the input."""
         x = self.embed(inputs) + self.position(torch.arange(inputs.shape[1], device=inputs.device))
         for block in self.blocks:
             x = block(x)
-        logits = self.head(self.norm(x))
-        return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+        logits: Tensor = self.head(self.norm(x))
+        return logits
+
+    def forward(self, text: Tensor) -> Tensor:
+        """Return the loss of `text`, (batch, at most context + 1) bytes as int64."""
+        inputs, targets = text[:, :-1], text[:, 1:]
+        return F.cross_entropy(self.logits(inputs).flatten(0, 1).float(), targets.flatten())
+
+
+class ByteLogits(ByteGpt):
+    """The same model without its loss, which the last stage of a pipeline computes."""
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """Return the logits of the byte after each one of the input."""
+        return self.logits(inputs)
 
 
 def standard_library_text() -> Tensor:

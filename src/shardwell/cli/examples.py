@@ -6,6 +6,8 @@ EXAMPLES: dict[str, tuple[str, str]] = {  # command -> what to type, and the pag
     "demo": ("shardwell demo --ranks 2 --stages 0,3", "docs/getting-started.md"),
     "run": ("shardwell run -n 2 train.py --epochs 3", "docs/getting-started.md"),
     "train": ("shardwell train --model ./llama --data chats.jsonl --method lora --memory 24GB", "docs/train.md"),
+    "plan": ("shardwell plan llama-3-70b --gpus 64 --gpu h100-80gb --nodes 8", "docs/planning.md"),
+    "calibrate": ("shardwell calibrate --ranks 2 --out machine.json", "docs/planning.md"),
     "doctor": ("shardwell doctor --disk /mnt/nvme", "docs/getting-started.md"),
     "config": ("shardwell config zero3.json --world-size 8", "docs/configuration.md"),
     "version": ("shardwell version", "README.md"),

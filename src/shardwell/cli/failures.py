@@ -80,9 +80,15 @@ class RanksFailedError(ShardwellError):
 
     @property
     def exit_code(self) -> int:
-        """The exit code of the first failing rank, as a shell reports it."""
-        code = self.ends[0].exit_code
-        return code if code > 0 else 128 - code
+        """The exit code of the first failing rank, as a shell reports it.
+
+        The launcher may end a rank that has written its error down and not ended yet, because another one failed in
+        the same moment; that rank would have ended with code 1.
+        """
+        first = self.ends[0]
+        if first.message and first.exit_code == -signal.SIGTERM:
+            return 1
+        return first.exit_code if first.exit_code > 0 else 128 - first.exit_code
 
     def show(self) -> None:
         """Print the first failing rank's error to stderr, then the other failures."""

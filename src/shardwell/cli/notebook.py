@@ -1,7 +1,7 @@
 """`shardwell.notebook_launcher`: runs a function of a notebook on several ranks of this machine.
 
 The ranks are forks of this process, so that functions that a cell defines need not be pickled. A fork of a process that
-has used CUDA cannot use it, and is refused.
+has used CUDA cannot use it, and is refused. Threads do not survive a fork: on the CPU a rank computes with one.
 """
 
 from __future__ import annotations
@@ -25,13 +25,20 @@ def notebook_launcher(function: Callable[..., Any], args: tuple[Any, ...] = (), 
     """Run `function(*args)` on `num_ranks` ranks, and return what each returned if JSON can hold it, else None.
 
     What the ranks print appears in the notebook. If one raises, the others are ended and its traceback is the error.
-    Build model and engine inside the function; nothing before it may use a GPU.
+    Build model and engine inside the function; nothing before it may use a GPU. On the CPU a rank computes with one
+    thread; set OMP_NUM_THREADS and use `shardwell run` for more.
     """
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_initialized():
         raise ShardwellError(
             "notebook_launcher starts ranks as forks of this process, which has used a GPU already: restart the "
             "notebook, and let only the function use the GPU"
+        )
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is not None and distributed.is_initialized():
+        raise ShardwellError(
+            "notebook_launcher: this notebook is a rank already, because a cell made an engine or a process group; "
+            "restart the notebook, or call torch.distributed.destroy_process_group() when you need its engines no more"
         )
     if num_ranks < 1:
         raise ShardwellError(f"notebook_launcher: found {num_ranks} ranks, expected 1 or more")
@@ -61,6 +68,8 @@ def _start(function: Callable[..., Any], args: tuple[Any, ...], environment: dic
         return process, reader
     os.close(reader)
     os.environ.update(environment)
+    if (torch := sys.modules.get("torch")) is not None:
+        torch.set_num_threads(1)  # the threads of OpenMP did not come along, and a loop that is divided waits for them
     code, answer = 0, {}
     try:
         answer["value"] = function(*args)

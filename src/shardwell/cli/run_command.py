@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from shardwell.cli.failures import Restarts, exit_like_ranks
+from shardwell.cli.hosts import SSH, read_hosts, run_on_hosts
 from shardwell.cli.launch import LaunchTopology, launch
 from shardwell.cli.rank import LOCAL_RANK_ARGUMENT
 from shardwell.errors import ShardwellError
@@ -16,6 +17,7 @@ from shardwell.spans import PROFILE_FOLDER
 
 
 def run(
+    context: typer.Context,
     script: Annotated[
         list[str],
         typer.Argument(metavar="SCRIPT [ARGS]...", help="The script and its own arguments.", show_default=False),
@@ -40,6 +42,11 @@ def run(
     master_addr: Annotated[str, typer.Option(help="Host name of the node where the others meet.")] = "",
     master_port: Annotated[int, typer.Option(min=1, max=65535, help="A free port on that node.")] = 29500,
     join_time: Annotated[int, typer.Option(min=1, help="Seconds to wait for more nodes once there are MIN.")] = 30,
+    hostfile: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Start the ranks of all hosts over ssh. Lines of FILE: host slots=N"),
+    ] = None,
+    ssh: Annotated[str, typer.Option(metavar="PROGRAM", help="The ssh of --hostfile, with options.")] = SSH,
     as_deepspeed: Annotated[
         bool, typer.Option("--as-deepspeed", help="In the ranks, `import deepspeed` means shardwell.")
     ] = False,
@@ -55,6 +62,8 @@ def run(
 
     With --max-restarts they are restarted; a script that calls engine.load_checkpoint at its start resumes.
     """
+    if hostfile is not None:
+        raise typer.Exit(_on_hosts(context, hostfile))
     fewest, most = parse_nodes(nnodes)
     local_world_size = num_ranks or _one_per_gpu()
     _check(script[0], module, most, master_addr, local_world_size, min_ranks)
@@ -69,6 +78,25 @@ def run(
         os.environ[LOCAL_RANK_ARGUMENT] = "1"
     with exit_like_ranks():
         launch(["-m", *script] if module else script, place, Restarts(max_restarts, min_ranks, min_uptime))
+
+
+_ABOUT_HOSTS = ("script", "hostfile", "ssh", "num_ranks", "nnodes", "master_addr")
+
+
+def _on_hosts(context: typer.Context, hostfile: Path) -> int:
+    """Start this command on every host of a file, with the options that are not about hosts; return the exit code."""
+    given = context.params
+    if given["num_ranks"] is not None or given["nnodes"] != "1":
+        option = "-n" if given["num_ranks"] is not None else "--nnodes"
+        raise ShardwellError(f"{option} and --hostfile both say where ranks run: give one of them")
+    hosts, options = read_hosts(hostfile), []
+    for one in context.command.params:
+        value = given.get(one.name or "")
+        if one.name not in _ABOUT_HOSTS and value not in (None, False) and value != one.default:
+            options += [one.opts[0]] if value is True else [one.opts[0], str(value)]
+    if len(hosts) > 1:
+        options += ["--nnodes", str(len(hosts)), "--master-addr", given["master_addr"] or hosts[0].address]
+    return run_on_hosts(hosts, options, given["script"], given["ssh"])
 
 
 def parse_nodes(text: str) -> tuple[int, int]:
@@ -94,6 +122,6 @@ def _check(
 
 
 def _one_per_gpu() -> int:
-    from shardwell.memory.device import num_gpus
+    from shardwell.memory.local_gpus import num_gpus
 
     return max(1, num_gpus())

@@ -100,6 +100,6 @@ def _option(text: str) -> tuple[str, Any]:
 
 
 def _one_per_gpu() -> int:
-    from shardwell.memory.device import num_gpus
+    from shardwell.memory.local_gpus import num_gpus
 
     return max(1, num_gpus())

@@ -3,7 +3,7 @@
 from shardwell.config.block import ConfigBlock
 from shardwell.config.explain import ExplainLine, explain, table
 from shardwell.config.field_types import SCHEDULERS
-from shardwell.config.load import load
+from shardwell.config.load import load, stage_is_open, with_stage
 from shardwell.config.notes import Note
 from shardwell.config.remarks import remarks, told
 from shardwell.config.schema import (
@@ -47,6 +47,8 @@ __all__ = [
     "explain",
     "load",
     "remarks",
+    "stage_is_open",
     "table",
     "told",
+    "with_stage",
 ]

@@ -89,7 +89,10 @@ _ONE_BY_ONE = "parameters are sharded one by one as they are made"
 _CHECKS = "every step checks that gradients are finite; see shardwell.nonfinite"
 _ONE_AHEAD = "the next unit is prefetched whatever its size"
 _BESIDE = "host updates always overlap the backward pass"
-_SIXTEEN = _not_yet("16-bit masters and optimizer state", f'{_OFF}; shardwell.moments "8bit" saves host memory')
+_FP16_MASTERS = (
+    "fp16 optimizer states would lose the squares of small gradients, and states have the dtype of the master weights; "
+    f"{_OFF}, or use bf16 with bf16_master_weights_and_grads and bf16_optimizer_states"
+)
 # The classes whose parameters DeepSpeed sends in the lower precision by default.
 
 _INERT: dict[str, Inert] = {
@@ -103,10 +106,11 @@ _INERT: dict[str, Inert] = {
     "disable_allgather": Inert("parameters are always all-gathered"),
     "graph_harvesting": Inert("use engine.compile()"),
     "vocabulary_size": Inert("nothing depends on it"),
+    "sparse_gradients": Inert("gradients of sparse embeddings are made dense as they arrive: the numbers are the same"),
     "disable_python_gc": Inert("call gc.disable() in the script"),
     "seq_parallel_communication_data_type": Inert(_NO_SEQUENCE),
     "seq_parallel_comm_data_type": Inert(_NO_SEQUENCE),
-    "use_data_before_expert_parallelism": Inert("there is no expert parallelism"),
+    "use_data_before_expert_parallelism": Inert("ranks that share experts are neighbours"),
     "data_parallel_size": Inert("all ranks see data of their own"),
     "dataloader_drop_last": Inert("a last micro-batch that is not full is always dropped"),
     "optimizer.legacy_fusion": Inert(_FUSED),
@@ -212,17 +216,8 @@ _LIMITED: dict[str, Limited] = {
     ),
     "tensor_parallel.replace_with_kernel_inject": Limited((False,), _removed("kernel injection", _OFF), type="flag"),
     "tensor_parallel.kernel_inject": Limited((False,), _removed("kernel injection", _OFF), type="flag"),
-    "sparse_gradients": Limited((False,), _not_yet("sparse gradients", f"{_OFF}, and make embeddings dense")),
-    "gradient_allreduce_op": Limited(
-        ("mean",), 'shardwell averages gradients over the ranks; use "mean", and multiply the loss for a sum'
-    ),
-    "managed_gradient_accumulation": Limited(
-        (True,), "set it to true, and call engine.set_gradient_accumulation_boundary() to choose boundaries"
-    ),
-    "fp16.fp16_master_weights_and_grads": Limited((False,), _SIXTEEN),
-    "fp16_master_weights_and_grads": Limited((False,), _SIXTEEN),
-    "bf16.bf16_master_weights_and_grads": Limited((False,), _SIXTEEN),
-    "bf16.bf16_optimizer_states": Limited((False,), _SIXTEEN),
+    "fp16.fp16_master_weights_and_grads": Limited((False,), _FP16_MASTERS),
+    "fp16_master_weights_and_grads": Limited((False,), _FP16_MASTERS),
     "bf16.loss_scale": Limited((0, 1), f"{_NO_SCALE}; use 1 or remove it", _NO_SCALE),
     "data_types.param_dtype": Limited((None,), _not_yet("a dtype for parameters alone", "use the bf16 or fp16 block")),
     "data_types.buffer_dtype": Limited((None,), _not_yet("a dtype for buffers", "cast them in the model")),
@@ -251,7 +246,10 @@ _DATASTATES = Unsupported(
     any_content_asks=True,
 )
 _UNSUPPORTED: dict[str, Unsupported] = {
-    "expert_parallel": Unsupported(_not_yet("expert parallelism", _DROP)),
+    "expert_parallel": Unsupported(
+        'experts are shared by ranks with "shardwell": {"expert_parallel_size": N}; remove the block, or set '
+        '"enabled": false in it'
+    ),
     "autotuning": Unsupported(_not_yet("autotuning", _DROP)),
     "hybrid_engine": Unsupported(_not_yet("an engine for inference beside training", _DROP)),
     "compile": Unsupported(

@@ -10,7 +10,8 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 from rich.text import Text
 
-from shardwell.config.schema import Config, leaves
+from shardwell.config.block import leaves
+from shardwell.config.schema import Config
 
 
 class UnsetValue(str):

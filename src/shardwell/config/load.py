@@ -14,12 +14,12 @@ from typing import Any
 from pydantic import ValidationError
 
 from shardwell.config import optimizers, schedules
-from shardwell.config.block import ConfigBlock
+from shardwell.config.block import ConfigBlock, admits_auto, block_of, leaves, may_be_absent
 from shardwell.config.deepspeed_keys import REMOVED_OPTIMIZERS
 from shardwell.config.field_types import number
 from shardwell.config.foreign_keys import NOT_AUTO, take_foreign
 from shardwell.config.problems import Findings, sentence_of, show
-from shardwell.config.schema import Config, admits_auto, block_of, leaves, may_be_absent
+from shardwell.config.schema import Config
 from shardwell.config.source import read
 from shardwell.config.suggestions import PARAMS
 from shardwell.config.translate import translated
@@ -30,11 +30,13 @@ Source = str | os.PathLike[str] | Mapping[str, Any] | Config | None
 TRAIN, MICRO, ACCUMULATION = "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
 BATCH = (TRAIN, MICRO, ACCUMULATION)
 
+STAGE = "zero_optimization.stage"
 _SIZE = "shardwell's default"
 # Keys that may be "auto", and why they resolve as they do: each one then counts as absent.
 AUTO: dict[str, str] = {
     **dict.fromkeys(BATCH, "as if absent"),
     "gradient_clipping": "off",
+    STAGE: "until initialize chooses it",
     "bf16.enabled": "the model's own dtype decides",
     "fp16.enabled": "the model's own dtype decides",
     "zero_optimization.offload_optimizer.device": "off",
@@ -120,6 +122,7 @@ def _finish(
     world_size: int | None,
     axes: Mapping[str, int] | None,
 ) -> Config:
+    config = _fold_ratio(config, found, origins)
     _check_built(config, found)
     _check_ranks(config, found, world_size)
     world_size = _data_ranks(config, found, world_size, axes)
@@ -130,6 +133,37 @@ def _finish(
             origins[key] = f"auto -> {show(size)} ({origin})" if _is_auto(origins[key]) else origin
     found.raise_if_any()
     return config.with_origins(origins, sizes)
+
+
+def _fold_ratio(config: Config, found: Findings, origins: dict[str, str]) -> Config:
+    """Return the configuration with placement "auto" in place of `ratio` "auto", which means the same."""
+    zero, placement = config.zero_optimization, "shardwell.placement"
+    ratio = "zero_optimization.offload_optimizer.ratio"
+    if zero.offload_optimizer.ratio != "auto":
+        return config
+    below = zero.offload_optimizer.model_copy(update={"ratio": 1.0})
+    config = config.with_block("zero_optimization", zero.model_copy(update={"offload_optimizer": below}))
+    if below.device == "none":  # nothing is offloaded
+        return config
+    if config.shardwell.placement == "asked" and origins.get(placement, "default") != "default":
+        found.add(ratio, f'"auto" contradicts {placement} "asked": it means "auto" there; remove one of them')
+    origins[placement] = f'auto ("auto" of {ratio} means it)'
+    return config.with_block("shardwell", config.shardwell.model_copy(update={"placement": "auto"}))
+
+
+def stage_is_open(config: Config) -> bool:
+    """Return whether the stage is "auto": it is chosen at `initialize`, from the memory that there is."""
+    return _is_auto(config.origins.get(STAGE, "default"))
+
+
+def with_stage(config: Config, stage: int, why: str) -> Config:
+    """Return a configuration with a stage in place of "auto"; raise if other keys contradict it."""
+    zero = config.zero_optimization.model_copy(update={"stage": stage})
+    chosen = config.with_origins({**config.origins, STAGE: f"auto -> {stage} ({why})"}, {"zero_optimization": zero})
+    found = Findings(f"stage {stage}")
+    found.problems.extend(_contradictions_of_zero(chosen, knows_stage=True).items())
+    found.raise_if_any()
+    return chosen
 
 
 # --- keys -------------------------------------------------------------------------------------------------------
@@ -225,7 +259,7 @@ def _check_built(config: Config, found: Findings) -> None:
         kind = config.optimizer.type
         refused["optimizer.type"] = f"{show(kind)}: {REMOVED_OPTIMIZERS[kind.lower()]}"
     refused |= _contradictions(config)
-    refused |= _contradictions_of_zero(config, knows_stage=not found.broken("zero_optimization.stage"))
+    refused |= _contradictions_of_zero(config, knows_stage=not found.broken(STAGE) and STAGE not in found.auto)
     found.problems.extend(refused.items())
 
 
@@ -238,6 +272,18 @@ def _contradictions(config: Config) -> dict[str, str]:
     if halves and config.torch_autocast.enabled:
         refused["torch_autocast.enabled"] = (
             f"contradicts {' and '.join(halves)}: autocast is for weights that stay fp32; keep one"
+        )
+    narrow = ("bf16_master_weights_and_grads", "bf16_optimizer_states")
+    given = [name for name in narrow if getattr(config.bf16, name)]
+    if len(given) == 1:
+        (missing,) = set(narrow) - set(given)
+        refused[f"bf16.{given[0]}"] = (
+            f"true contradicts bf16.{missing} false: optimizer states have the dtype of the master weights; set both "
+            "to true, or none"
+        )
+    if config.pipeline.stages > 1 and not config.managed_gradient_accumulation:
+        refused["managed_gradient_accumulation"] = (
+            "false contradicts pipeline.stages: train_batch() runs all micro-batches of a step; use true"
         )
     if config.prescale_gradients and config.gradient_predivide_factor != 1.0:
         refused["gradient_predivide_factor"] = (
@@ -283,10 +329,6 @@ def _contradictions_of_zero(config: Config, *, knows_stage: bool) -> dict[str, s
                 f"true contradicts zero_optimization.stage {zero.stage}: {name} are communicated in shards only from "
                 f"stage {least} on; use false"
             )
-    if config.shardwell.placement == "auto" and zero.stage != 3 and knows_stage:
-        refused["shardwell.placement"] = (
-            f'"auto" contradicts zero_optimization.stage {zero.stage}: it places units of stage 3; use "asked"'
-        )
     if config.shardwell.placement == "auto" and zero.offload_optimizer.ratio != 1.0:
         refused["zero_optimization.offload_optimizer.ratio"] = (
             f'{show(zero.offload_optimizer.ratio)} contradicts shardwell.placement "auto", which chooses the state '
@@ -304,6 +346,9 @@ def _check_ranks(config: Config, found: Findings, world_size: int | None) -> Non
         )
 
 
+_EXPERTS = "shardwell.expert_parallel_size"
+
+
 def _data_ranks(config: Config, found: Findings, world_size: int | None, axes: Mapping[str, int] | None) -> int | None:
     """Return the number of ranks that train on rows of their own, which batch sizes are multiplied by."""
     keys = {
@@ -316,15 +361,17 @@ def _data_ranks(config: Config, found: Findings, world_size: int | None, axes: M
     for axis, (key, size) in keys.items():
         if size not in (1, there[axis]):
             found.add(key, f"{size} contradicts the mesh, which has {there[axis]}; remove one of them")
+    experts = _EXPERTS, config.shardwell.expert_parallel_size
     shared = math.prod(there.values())
-    if world_size is None or shared == 1:
+    if world_size is None or shared * experts[1] == 1:
         return world_size
-    if world_size % shared and not found.broken(*(key for key, _ in keys.values())):
-        terms = " x ".join(f"{size} ({key})" for key, size in keys.values())
+    if world_size % (shared * experts[1]) and not found.broken(_EXPERTS, *(key for key, _ in keys.values())):
+        sizes_of = [*keys.values(), *([experts] if experts[1] > 1 else [])]
+        terms = " x ".join(f"{size} ({key})" for key, size in sizes_of)
         found.add(
-            next(key for key, size in keys.values() if size > 1),
-            f"{world_size} rank(s) cannot be divided by {terms} = {shared}; start a multiple of that, or make one of "
-            "them smaller",
+            next((key for key, size in sizes_of if size > 1), _EXPERTS),
+            f"{world_size} rank(s) cannot be divided by {terms} = {shared * experts[1]}; start a multiple of that, or "
+            "make one of them smaller",
         )
     return max(world_size // shared, 1)
 

@@ -9,13 +9,12 @@ from collections.abc import Iterable, Iterator
 
 from pydantic.fields import FieldInfo
 
-from shardwell.config.block import ConfigBlock
+from shardwell.config.block import ConfigBlock, leaves
 from shardwell.config.deepspeed_keys import KEYS, Inert, Limited
 from shardwell.config.notes import Note
-from shardwell.config.schema import Config, leaves
+from shardwell.config.schema import Config
 
 _DEVICES = ("zero_optimization.offload_optimizer.device", "zero_optimization.offload_param.device")
-_PREFETCH = "zero_optimization.stage3_prefetch_bucket_size"
 # Defaults that a file leaves open, and that differ in DeepSpeed.
 _SCHEDULES = {
     "WarmupLR": "warm-up is one step earlier than DeepSpeed's, whose first two steps have the rate of step 0",
@@ -81,8 +80,6 @@ def _unused(config: Config) -> Iterator[tuple[str, str]]:
             continue
         if key.rpartition(".")[2].startswith("stage3_") and zero.stage != 3:
             yield key, f"at stage {zero.stage}"
-        elif key == _PREFETCH and zero.stage3_prefetch_bucket_size > 0:
-            yield key, "the next unit is prefetched whatever its size; 0 turns prefetch off"
         elif key.startswith("aio.") and "nvme" not in (zero.offload_optimizer.device, zero.offload_param.device):
             yield key, "nothing is stored on NVMe"
 

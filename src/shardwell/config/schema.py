@@ -6,14 +6,13 @@ DeepSpeed's keys without effect are rows of `shardwell.config.deepspeed_keys`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from types import MappingProxyType
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 from pydantic import Field, PrivateAttr, StrictStr
-from pydantic.fields import FieldInfo
 
-from shardwell.config.block import ConfigBlock
+from shardwell.config.block import ConfigBlock, keys_set, leaves, plain_values
 from shardwell.config.field_types import (
     AutocastDtype,
     Budget,
@@ -30,6 +29,7 @@ from shardwell.config.field_types import (
     PositiveReal,
     Power,
     Real,
+    ReduceOp,
     Schedule,
     ShareOrAuto,
     Size,
@@ -69,6 +69,10 @@ class Bf16Config(ConfigBlock):
     """Compute in bfloat16 over fp32 master weights."""
 
     enabled: Flag = Field(default=False, description="Run forward and backward in bfloat16.")
+    bf16_master_weights_and_grads: Flag = Field(
+        default=False, description="Master weights and accumulated gradients are bfloat16, too; needs the next key."
+    )
+    bf16_optimizer_states: Flag = Field(default=False, description="Optimizer states are bfloat16; needs the last key.")
 
 
 class Fp16Config(ConfigBlock):
@@ -132,7 +136,8 @@ class OffloadOptimizerConfig(ConfigBlock):
     )
     ratio: ShareOrAuto = Field(
         default=1.0,
-        description="Share of the model that is offloaded, from its end; auto = what does not fit on the GPU.",
+        description="Share of the model that is offloaded, from its end; auto = what does not fit on the GPU, which "
+        "is shardwell.placement auto.",
     )
 
 
@@ -195,7 +200,8 @@ class ZeroConfig(ConfigBlock):
     )
     stage3_prefetch_bucket_size: Size = Field(
         default=50_000_000,
-        description="0 = no prefetch; else the next unit is all-gathered while one runs, whatever its size.",
+        description="0 = no prefetch; else the next unit is all-gathered while one runs, whatever its size, and with "
+        "NCCL the one after it, if both have no more elements than this.",
     )
     stage3_param_persistence_threshold: CountOrAuto = Field(
         default="auto",
@@ -296,6 +302,9 @@ class ShardwellConfig(ConfigBlock):
         default=False,
         description="Ranks may run different modules, at stages 0 to 2: gradients are averaged after backward.",
     )
+    expert_parallel_size: PositiveCount = Field(
+        default=1, description="Ranks that share the experts of each layer, and send tokens to each other; 1 = none."
+    )
     nonfinite: Literal["auto", "error", "skip"] = Field(
         default="auto",
         description="On inf or NaN gradients: raise, or skip the step; auto = raise in the first 10 steps, then skip; "
@@ -321,8 +330,8 @@ class ShardwellConfig(ConfigBlock):
     )
     placement: Literal["asked", "auto"] = Field(
         default="asked",
-        description="Where units are stored at stage 3: asked = where the offload blocks say; auto = on the fastest "
-        "tier that has room, and on none below those in the offload blocks.",
+        description="Where units are stored: asked = where the offload blocks say; auto = on the fastest tier that has "
+        "room, and on none below those in the offload blocks.",
     )
     memory: MemoryConfig = Field(default=MemoryConfig(), description="How much of each tier placement may fill.")
     codecs: CodecsConfig = Field(default=CodecsConfig(), description="Formats of quantised values.")
@@ -335,6 +344,11 @@ class ShardwellConfig(ConfigBlock):
         description="Buffers whose names end so keep their dtype under bf16 and fp16; other floating ones are cast.",
     )
     keep_pages: Flag = Field(default=True, description="CPU malloc keeps freed pages instead of returning them.")
+    bundle_size: CountOrAuto = Field(
+        default="auto",
+        description="Elements up to which small neighbouring blocks form one unit; 0 = each is a unit; auto = 4,194,304"
+        ", at most 1/32 of the model and a quarter of stage3_max_live_parameters.",
+    )
     keep_frozen: CountOrAuto = Field(
         default="auto",
         description="Elements of frozen parameters that may stay unsharded at stage 3; auto = as many as fit into half "
@@ -355,6 +369,12 @@ class Config(ConfigBlock):
         default=None, description="Micro-batches per optimizer step."
     )
     gradient_clipping: Real = Field(default=0.0, description="Largest global gradient norm; 0 = no clipping.")
+    managed_gradient_accumulation: Flag = Field(
+        default=True, description="step() applies gradients at counted boundaries; false = at each call."
+    )
+    gradient_allreduce_op: ReduceOp = Field(
+        default="mean", description="Gradients of the ranks are averaged (mean) or summed (sum)."
+    )
     prescale_gradients: Flag = Field(
         default=False, description="Divide gradients by the number of ranks before they are summed, not after."
     )
@@ -411,7 +431,7 @@ class Config(ConfigBlock):
     _inert_keys: dict[str, Any] = PrivateAttr(default_factory=dict)
 
     def model_post_init(self, _context: Any) -> None:
-        given = _set_in_python(self)
+        given = keys_set(self)
         self._origins = {key: "python" if key in given else "default" for key, _ in leaves(self)}
 
     @property
@@ -449,61 +469,5 @@ class Config(ConfigBlock):
 
     def to_dict(self) -> dict[str, Any]:
         """Return all values in force as plain JSON values; `load` reads them back."""
-        plain: dict[str, Any] = _plain(self)
+        plain: dict[str, Any] = plain_values(self)
         return plain
-
-
-def block_of(field: FieldInfo) -> type[ConfigBlock] | None:
-    """Return the block class that a field holds, or None if it holds a plain value."""
-    for candidate in (field.annotation, *get_args(field.annotation)):
-        if isinstance(candidate, type) and issubclass(candidate, ConfigBlock):
-            return candidate
-    return None
-
-
-def admits_auto(field: FieldInfo) -> bool:
-    """Tell whether "auto" is a value of the field itself."""
-    candidates = (field.annotation, *get_args(field.annotation))
-    return any("auto" in get_args(candidate) for candidate in candidates)
-
-
-def may_be_absent(field: FieldInfo) -> bool:
-    """Tell whether null means that the field is absent: it has a default, and null is not one of its values."""
-    return not field.is_required() and type(None) not in get_args(field.annotation)
-
-
-def leaves(block: ConfigBlock, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield every (dotted key, value) of the block in the order of the classes; arguments in params are keys, too."""
-    for name in type(block).model_fields:
-        key, value = prefix + name, getattr(block, name)
-        if isinstance(value, ConfigBlock):
-            yield from leaves(value, f"{key}.")
-        elif isinstance(value, dict):
-            yield from ((f"{key}.{inner}", item) for inner, item in value.items())
-        else:
-            yield key, value
-
-
-def _set_in_python(block: ConfigBlock, prefix: str = "") -> set[str]:
-    keys: set[str] = set()
-    for name in block.model_fields_set:
-        value = getattr(block, name)
-        if isinstance(value, ConfigBlock):
-            keys |= _set_in_python(value, f"{prefix}{name}.")
-        elif isinstance(value, dict):
-            keys |= {f"{prefix}{name}.{inner}" for inner in value}
-        else:
-            keys.add(prefix + name)
-    return keys
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, ConfigBlock):
-        return {name: _plain(getattr(value, name)) for name in type(value).model_fields}
-    if isinstance(value, Mapping):
-        return {str(key): _plain(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
-    if value is None or isinstance(value, (bool, int, float, str)):
-        return value
-    return str(value)

@@ -42,6 +42,8 @@ def read(source: str | os.PathLike[str] | Mapping[str, Any] | None) -> tuple[str
     shown = printable(str(path))
     try:
         text = _bytes(path, shown).decode("utf-8-sig")
+    except ConfigError:  # it is a ValueError, too
+        raise
     except FileNotFoundError:
         raise ConfigError(f"{shown}: no such file (looked for {printable(str(path.absolute()))})") from None
     except UnicodeDecodeError as error:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterator
 
-from shardwell.config.block import ConfigBlock
+from shardwell.config.block import ConfigBlock, block_of
 from shardwell.config.deepspeed_keys import KEYS, Inert, Limited, Unsupported
 from shardwell.config.old_budgets import OLD_BUDGETS
-from shardwell.config.schema import Config, block_of
+from shardwell.config.schema import Config
 
 COMMENTS = ("_", "//", "#")  # a key that begins so is a comment, because JSON has none
 # Objects whose keys are arguments of an optimizer or schedule; each may be "auto". With the names to suggest.

@@ -10,13 +10,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from shardwell.config.block import ConfigBlock
+from shardwell.config.block import ConfigBlock, block_of
 from shardwell.config.deepspeed_keys import KEYS, Inert, Limited, Renamed, Switch
 from shardwell.config.field_types import count_or_auto, flag, plain, real
 from shardwell.config.notes import Note
 from shardwell.config.old_budgets import OLD_BUDGETS
 from shardwell.config.problems import show
-from shardwell.config.schema import Config, block_of
+from shardwell.config.schema import Config
 from shardwell.config.text import Object
 
 _NAMED = ("optimizer", "scheduler")  # blocks that must have a type, if they are present

@@ -171,7 +171,7 @@ class Autotuner:
     def _too_large(self, ranks_per_copy: int) -> str | None:
         """Return why the device has no room for secondary shards; None if it has."""
         device = self.context.device
-        if not device.is_cuda:
+        if not device.has_device_memory:
             return None
         shard = self.context.roles.shard
         mine = sum(one.numel * one.kind.precision.compute.itemsize for one in self._split())

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 _COUNTERS = ("global_steps", "micro_steps", "skipped_steps", "global_samples", "accumulation_steps")
 _MOST = 2**62  # of a counter
+_MOST_RANGES = 4096  # of a tensor that one part is packed of
 _SWITCHES = ("foreach", "fused", "capturable", "differentiable")  # how a step is computed; the optimizer keeps its own
 
 
@@ -215,11 +216,15 @@ def _check_random_state(state: Any) -> None:
 
 
 def check_parts(engine: Engine) -> None:
-    """Raise if a parameter is packed of blocks that are cut one by one: files have no place for such parts yet."""
+    """Raise if a parameter is packed of blocks along a late dimension, so that it lies in too many ranges of a file."""
     for name, parameter in engine.module.named_parameters():
         part = part_of(parameter)
-        if part is not None and part.blocks:
+        if part is None or not part.blocks:
+            continue
+        num_ranges = math.prod(part.shape[: part.dim]) * len(part.blocks)
+        if num_ranges > _MOST_RANGES:
             raise CheckpointError(
-                f"'{name}' {part.shape} is packed of {len(part.blocks)} blocks that are cut over {part.num_parts} "
-                "ranks, and checkpoint files cannot hold such parts yet: use engine.state_dict() and load_state_dict()"
+                f"'{name}' {part.shape} is packed of {len(part.blocks)} blocks along dim {part.dim}, which are cut "
+                f"over {part.num_parts} ranks: each part would be {num_ranges} ranges of the tensor, and "
+                f"checkpoints take {_MOST_RANGES}. Use engine.state_dict() and load_state_dict()."
             )

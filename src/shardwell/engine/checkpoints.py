@@ -1,4 +1,4 @@
-"""Checkpoints of an engine's state: the values besides tensors, and the communication between ranks.
+"""Checkpoints of an engine's state: the values besides tensors, and what all ranks must do together.
 
 The formats, the slicing and the files are in `shardwell.checkpoint`.
 """
@@ -11,7 +11,7 @@ import logging
 import os
 import platform
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,9 +25,10 @@ from shardwell.checkpoint.manifest import Manifest
 from shardwell.checkpoint.rank_contents import RankContents, extra_state_of
 from shardwell.checkpoint.save import LIMIT_AFTER_FAILURE, SILENCE_LIMIT, Saver
 from shardwell.checkpoint.sources import SCALAR, ShardwellSource, Source, is_foreign, locate_own, open_source
-from shardwell.checkpoint.user_folder import folder_named, nothing_in
+from shardwell.checkpoint.user_folder import nothing_in
 from shardwell.engine import hf_files
 from shardwell.engine.checkpoint_checks import check_names, check_parts, check_scalars, check_values
+from shardwell.engine.checkpoint_ranks import CheckpointRanks
 from shardwell.engine.checkpoint_values import (
     check_kind,
     of_optimizer,
@@ -37,16 +38,14 @@ from shardwell.engine.checkpoint_values import (
 )
 from shardwell.engine.consistency import at_a_load
 from shardwell.engine.model_parts import WholeModel
-from shardwell.errors import CheckpointError, DivergenceError
+from shardwell.errors import CheckpointError
 from shardwell.json_values import decode, encode
-from shardwell.parallel import Collectives, TrafficKind
 from shardwell.parallel.consistency import check_alike
 from shardwell.version import __version__
 
 if TYPE_CHECKING:
     from shardwell.engine.engine import Engine
 
-_ERROR, _TEXT, _NONE = "error ", "text ", "none"
 _ENCODED = ("optimizer", "scheduler", "extra", "client")  # values that may name tensors
 
 
@@ -56,6 +55,7 @@ class EngineCheckpoints:
     def __init__(self, engine: Engine) -> None:
         self._context = context = engine._context
         self._all = context.roles.all
+        self._ranks = CheckpointRanks(context.roles)
         self.parts = WholeModel(context.roles)  # what this rank has of the model
         self.saves_in_background = False  # or has done so: `check` may raise an error
         self._without_optimizer = False  # a checkpoint was saved or loaded before there was an optimizer
@@ -92,12 +92,12 @@ class EngineCheckpoints:
         is_latest: bool,
     ) -> None:
         """Save a checkpoint. All ranks must call it."""
-        with self._together("save_checkpoint", tag):
+        with self._ranks.together("save_checkpoint", tag):
             check_parts(engine)
             self._end_background()
             self._without_optimizer |= engine.optimizer is None
-            self._same(tag, "save_checkpoint: tag")
-            root = self._named(given, "save_dir")
+            self._ranks.check_same(tag, "save_checkpoint: tag")
+            root = self._ranks.folder_named_by(given, "save_dir")
             _check_whole_steps(engine)
             _settle(engine)
             contents = RankContents(
@@ -114,7 +114,7 @@ class EngineCheckpoints:
                 values = self._values(engine, contents, client_state, exclude_frozen)
             except Exception as error:
                 problem = error
-            self._agree(problem)
+            self._ranks.agree(problem)
             folder = Folder(root)
 
             def begin() -> str:
@@ -123,7 +123,7 @@ class EngineCheckpoints:
                     folder.clean()
                 return str(temporary)
 
-            temporary = Path(self._from_rank_0(begin))
+            temporary = Path(self._ranks.from_rank_0(begin))
             keep_last = engine.settings.shardwell.keep_last
             look = self._limit_in_background if asynchronous else self._limit_of_all()
             job = self._saver.next_job(folder, tag, temporary, is_latest=is_latest, keep_last=keep_last, look=look)
@@ -151,7 +151,7 @@ class EngineCheckpoints:
             self.wait()
         except CheckpointError as error:
             problem = error
-        self._agree(problem)
+        self._ranks.agree(problem)
 
     def wait(self) -> None:
         """Wait until a save in the background has ended; raise its error, or that a rank has exited."""
@@ -219,14 +219,14 @@ class EngineCheckpoints:
         module_only: bool,
     ) -> tuple[str | None, Any]:
         """Load a checkpoint, and return its path and the client state. All ranks must call it."""
-        with self._together("load_checkpoint", tag):
+        with self._ranks.together("load_checkpoint", tag):
             check_parts(engine)
             self._end_background()
             self._without_optimizer |= engine.optimizer is None
             asked = {"strict": strict, "with_optimizer": with_optimizer, "with_scheduler": with_scheduler}
             check_alike(self.parts.alike, "load_checkpoint", at_a_load(engine, {**asked, "module_only": module_only}))
-            self._same(tag, "load_checkpoint: tag")
-            root = self._named(given, "load_dir")
+            self._ranks.check_same(tag, "load_checkpoint: tag")
+            root = self._ranks.folder_named_by(given, "load_dir")
             source = self._open(root, tag)
             if source is None:
                 self._say_nothing_there(root, must_exist)
@@ -257,10 +257,10 @@ class EngineCheckpoints:
 
     def load_model(self, engine: Engine, path: str, *, strict: bool) -> None:
         """Load only the model's own tensors, from any source."""
-        with self._together("load_model", path):
+        with self._ranks.together("load_model", path):
             check_parts(engine)
             self._end_background()
-            self._same(path, "load_model: path")
+            self._ranks.check_same(path, "load_model: path")
             source = self._open_foreign(path, None)
             try:
                 self._take(engine, source, lambda values: None, strict=strict, with_optimizer=False)
@@ -288,7 +288,7 @@ class EngineCheckpoints:
                 return None
             return look()  # it was committed just now
 
-        found = self._from_rank_0_or_none(look)
+        found = self._ranks.from_rank_0_or_none(look)
         if found is None:
             return None
         told = json.loads(found)
@@ -306,7 +306,7 @@ class EngineCheckpoints:
             source = open_source(path, tag)
         except Exception as error:
             problem = error
-        self._agree(problem)
+        self._ranks.agree(problem)
         assert source is not None
         return source
 
@@ -317,7 +317,7 @@ class EngineCheckpoints:
                 engine.training_dataloader.check_state_dict(source.values["loader"])
             except Exception as error:
                 problem = error
-        self._agree(problem)
+        self._ranks.agree(problem)
 
     def _take(
         self,
@@ -354,7 +354,7 @@ class EngineCheckpoints:
             check(values)
         except Exception as error:
             problem = error
-        self._agree(problem)
+        self._ranks.agree(problem)
         engine._scheduler.end_retention()
         if with_optimizer and engine.optimizer is not None:
             engine.optimizer.executor.stop_watching()  # changes of earlier updates are overwritten
@@ -368,89 +368,6 @@ class EngineCheckpoints:
                 unit.fail(f"loading {source.where}", error)
             raise
         return values
-
-    # ---------------------------------------------------------------------------------------------------- ranks
-
-    @contextlib.contextmanager
-    def _together(self, name: str, given: Any) -> Iterator[None]:
-        """Return a context that all ranks must enter: a rank that comes alone gets an error instead of a hang.
-
-        Ranks exchange errors of the checkpoint, and the engine can go on. The name contains no tag: names that ranks
-        announce are kept in the store, and a name that never repeats would make all that follow it new.
-        """
-        with self._context.roles.agreement.failing_together(name, common=(CheckpointError,)):
-            try:
-                self._all.barrier(name)
-            except DivergenceError as error:
-                words = f"All ranks must call {name}, with the same tag: this one has called {name}({given!r})."
-                raise DivergenceError(f"{error} {words}") from None
-            yield
-
-    def _same(self, given: Any, what: str) -> None:
-        """Raise on all ranks if one of them has another value than rank 0."""
-        first = _share(self._all, repr(given))
-        problem = None
-        if first != repr(given):
-            problem = CheckpointError(f"{what}: rank 0 has {first}, and rank {self._all.rank_group.rank} has {given!r}")
-        self._agree(problem)
-
-    def _named(self, given: Any, argument: str) -> str:
-        """Return the folder that the user named. All ranks raise if it is invalid on one of them."""
-        root, problem = "", None
-        try:
-            root = folder_named(given, argument)
-        except CheckpointError as error:
-            problem = error
-        self._agree(problem)
-        return root
-
-    def _from_rank_0(self, ask: Callable[[], str]) -> str:
-        text = self._from_rank_0_or_none(ask)
-        assert text is not None
-        return text
-
-    def _from_rank_0_or_none(self, ask: Callable[[], str | None]) -> str | None:
-        """Return what `ask` returns on rank 0; if it raises there, all ranks raise the error."""
-        words = _NONE
-        if self._all.rank_group.rank == 0:
-            try:
-                text = ask()
-                words = _NONE if text is None else _TEXT + text
-            except Exception as error:
-                words = _ERROR + _words(error)
-        words = _share(self._all, words)
-        if words.startswith(_ERROR):
-            raise CheckpointError(words.removeprefix(_ERROR))
-        return None if words == _NONE else words.removeprefix(_TEXT)
-
-    def _agree(self, problem: Exception | None) -> None:
-        """Raise on every rank if one of them has a problem."""
-        everyone = self._all
-        first = int(
-            everyone.all_reduce_min(everyone.rank_group.size if problem is None else everyone.rank_group.rank, "CHECK")
-        )
-        if first < everyone.rank_group.size:
-            words = _share(everyone, _words(problem) if problem is not None else "", first)
-            if isinstance(problem, CheckpointError):
-                raise problem
-            raise CheckpointError(_words(problem) if problem is not None else f"rank {first}: {words}") from problem
-
-
-def _words(error: Exception) -> str:
-    return str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
-
-
-def _share(everyone: Collectives, text: str, source: int = 0) -> str:
-    """Broadcast the text of `source` to every rank."""
-    device = everyone.device.torch_device
-    mine = text.encode()
-    size = torch.tensor([len(mine)], dtype=torch.int64, device=device)
-    everyone.broadcast(size, source, TrafficKind.SETUP, "TEXT")
-    letters = torch.zeros(int(size), dtype=torch.uint8, device=device)
-    if everyone.rank_group.rank == source and mine:
-        letters.copy_(torch.frombuffer(bytearray(mine), dtype=torch.uint8))
-    everyone.broadcast(letters, source, TrafficKind.SETUP, "TEXT")
-    return bytes(letters.cpu().numpy()).decode()
 
 
 def _settle(engine: Engine, *, is_overwritten: bool = False) -> None:

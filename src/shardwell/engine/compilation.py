@@ -10,17 +10,23 @@ from typing import Any
 import torch
 from torch import nn
 
+from shardwell.engine.teardown import Teardown
+from shardwell.errors import ShardwellError
 from shardwell.sharding import Unit
 
 
-def compile_units(units: Sequence[Unit], originals: dict[nn.Module, Any], options: dict[str, Any]) -> None:
-    """Compile each unit's own forward, kept in `originals`; units that contain other units are not compiled."""
+def compile_units(units: Sequence[Unit], teardown: Teardown, options: dict[str, Any]) -> None:
+    """Compile each unit's own forward, which the teardown keeps; units that contain other units are not compiled."""
+    if why_not := getattr(teardown.cut, "uncompilable", ""):
+        raise ShardwellError(f"compile: {why_not}. Hand the whole model over, with a tensor_parallel.plan.")
+    originals = teardown.compiled
     names = [unit.name for unit in units]
     for unit in units:
         inside = unit.name + "." if unit.name else ""
         if not any(name != unit.name and name.startswith(inside) for name in names):
-            originals.setdefault(unit.module, unit.module.forward)
-            unit.module.forward = torch.compile(originals[unit.module], **options)
+            for module in unit.spec.modules:
+                originals.setdefault(module, module.forward)
+                module.forward = torch.compile(originals[module], **options)
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]

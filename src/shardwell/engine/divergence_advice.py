@@ -42,12 +42,12 @@ def _unit_of(token: str) -> str | None:
 def _chooser(model: nn.Module, names: list[str]) -> tuple[str, nn.Module]:
     """Return the nearest module that contains all of the named ones and has a forward of its own."""
     paths = [name.split(".") if name else [] for name in names]
-    length = 0
+    length, modules = 0, dict(model.named_modules())
     while all(len(path) > length for path in paths) and len({path[length] for path in paths}) == 1:
         length += 1
     for end in range(length, 0, -1):
         name = ".".join(paths[0][:end])
-        module = model.get_submodule(name)
-        if not isinstance(module, _CONTAINERS):
+        module = modules.get(name)  # None for a bundle, which has no module of its own
+        if module is not None and not isinstance(module, _CONTAINERS):
             return name, module
     return "", model

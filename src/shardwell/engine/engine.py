@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,18 +13,16 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from shardwell.config import Config, OptimizerConfig
-from shardwell.engine import exit_notice
+from shardwell.engine import exit_notice, unsupported_uses
 from shardwell.engine.carried_scale import CARRIED, ModelPrecision, carrying
 from shardwell.engine.checkpoints import EngineCheckpoints
 from shardwell.engine.compilation import compile_units, uncompiled
 from shardwell.engine.data_loader import ShardedLoader
 from shardwell.engine.full_state import load_whole_state, snapshot, whole_state
-from shardwell.engine.join import UserLoop, joined
-from shardwell.engine.monitor_setup import recording_with_times
-from shardwell.engine.offload_setup import STEPS_UNTIL_KNOWN, move_up
-from shardwell.engine.teardown import DESTROYED, Teardown
+from shardwell.engine.join import StepCount, UserLoop, joined
+from shardwell.engine.monitor_setup import compared_with_plan, recording_with_times
+from shardwell.engine.teardown import DESTROYED, Teardown, end_engine
 from shardwell.engine.units import UnitInfo, describe_units
-from shardwell.engine.unsupported_uses import prepared_by_accelerate, refuse_pickling
 from shardwell.engine.user_data_loader import UserDataLoader
 from shardwell.errors import BackwardError, ShardwellError
 from shardwell.memory import Device, MemoryReport
@@ -35,7 +33,6 @@ from shardwell.runtime.budget import frozen_budget
 from shardwell.runtime.hooks import ModelFit
 from shardwell.runtime.pytree import CopiedInputs, map_tensors
 from shardwell.runtime.rebuild import UnitBuilder
-from shardwell.runtime.reducer import StepCounts
 from shardwell.runtime.scheduler import Scheduler
 from shardwell.runtime.trace import Trace
 from shardwell.sharding import EngineContext
@@ -60,6 +57,7 @@ class Engine(nn.Module):
     engine never changes the loss. An attribute that the engine does not have is looked up on the model.
     """
 
+    plan = compared_with_plan
     optimizer: ShardedOptimizer | None
     optimizer_class = ShardedOptimizer
     _teardown: Teardown
@@ -85,24 +83,25 @@ class Engine(nn.Module):
         self.module = model
         self.optimizer = None
         self.lr_scheduler = None
-        self.training_dataloader: ShardedLoader | UserDataLoader | None = None
-        self._counts = StepCounts()
+        self._loop = UserLoop()
         self._scheduler, self._context = scheduler, context
         self._fit = ModelFit(model, scheduler, builder, context.roles.agreement)
         self._precision = ModelPrecision(config, self.device, scheduler.reducer.meet_scale)
         scheduler.reducer.use_loss_scale(self._precision.loss_scale)
         self.use_config(config)
         self._checkpoints = EngineCheckpoints(self)
-        self._loop = UserLoop()
         exit_notice.watch(self)
 
     def use_config(self, config: Config) -> None:
         """Train with this configuration; what each step needs of it is computed here."""
         self.settings = config
-        self._counts.accumulation_steps = config.gradient_accumulation_steps or 1
-        self._counts.samples_per_step = self.train_batch_size()
-        self._scheduler.reducer.accumulate_over(self._counts.accumulation_steps)
+        self._loop.counts.accumulation_steps = config.gradient_accumulation_steps or 1
+        self._loop.counts.samples_per_step = self.train_batch_size()
+        self._scheduler.reducer.accumulate_over(self._loop.counts.accumulation_steps)
         self._precision.use_config(config, self.device)
+        self._loop.counts.is_managed = config.managed_gradient_accumulation
+        if not self._loop.counts.is_managed:
+            self._decide_boundary(False)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model. Inputs are moved to the engine's device and, in mixed precision, to the compute dtype."""
@@ -135,21 +134,16 @@ class Engine(nn.Module):
         Pass `scale_wrt_gas=False` if the loop itself divides by the gradient accumulation steps.
         """
         if not isinstance(loss, Tensor) or not loss.requires_grad:
-            raise BackwardError(
-                "backward needs a tensor that depends on trainable parameters; this loss does not require a gradient. "
-                "Was the model run under torch.no_grad(), or are all its parameters frozen?"
-            )
+            raise BackwardError(unsupported_uses.NO_GRADIENT)
         graph, reducer, scale = self._scheduler.graph, self._scheduler.reducer, self._precision.loss_scale
         if graph.loss is not None and graph.loss() is loss:
-            raise BackwardError(
-                "backward was called twice on the same loss. Run the forward again, or pass retain_graph=True the "
-                "first time if the gradients are meant to be added twice."
-            )
+            raise BackwardError(unsupported_uses.SECOND_BACKWARD)
         if self.monitor is not None:
             self.monitor.backward_begins(loss, is_divided=not scale_wrt_gas)
         # Set here as well, because `loss` may not come from `forward`.
         reducer.set_boundary(self.is_gradient_accumulation_boundary())
         reducer.has_met_scale = True
+        self._loop.counts.num_backwards += 1
         scaled = contextlib.nullcontext() if CARRIED.scale == scale.value else carrying(scale)
         divided = contextlib.nullcontext() if scale_wrt_gas else reducer.without_division()
         try:
@@ -169,23 +163,24 @@ class Engine(nn.Module):
     def step(self) -> None:
         """Apply the gradients at a gradient accumulation boundary; otherwise only count the micro-step."""
         if self.optimizer is None:
-            raise ShardwellError(
-                "this engine has no optimizer: pass one to initialize, or name one in the configuration"
-            )
+            raise ShardwellError(unsupported_uses.NO_OPTIMIZER)
+        if not self._loop.counts.is_managed:
+            self._decide_boundary(True)
         at_boundary = self.is_gradient_accumulation_boundary()
-        self._loop.step_watch = None
-        self._counts.micro_steps += 1
-        self._counts.boundary = None
+        self._loop.step_watch = self._loop.counts.boundary = None
+        self._loop.counts.micro_steps += 1
         if at_boundary:
             self._apply_gradients()
         else:
             self._scheduler.end_retention()
+        if not self._loop.counts.is_managed:
+            self._decide_boundary(False)
         if self._checkpoints.saves_in_background:
             self._checkpoints.check()  # last, because ranks may learn of an error at different steps
 
     def step_now(self) -> None:
         """Apply the gradients regardless of the micro-step count, for a loop that calls `optimizer.step()` itself."""
-        self.set_gradient_accumulation_boundary(True)
+        self._decide_boundary(True)
         with self._scheduler.reducer.spending():
             self.step()
 
@@ -198,12 +193,12 @@ class Engine(nn.Module):
 
     def _apply_gradients(self) -> None:
         assert self.optimizer is not None
-        counts = self._counts
         if self.monitor is not None:
             self.monitor.step_begins()
         try:
             with self._context.roles.agreement.failing_together("step"):
                 self._scheduler.reducer.views.take_edits(at_step=True)
+                self._fit.take_edits(self.optimizer.executor.slices.units)
                 self.optimizer.apply_gradients()
         finally:
             self._scheduler.reducer.clear()
@@ -212,13 +207,9 @@ class Engine(nn.Module):
             roles.all.end_step()
             if roles.grid.has_model_axes:
                 roles.end_step_of_axes()
-        counts.global_steps += 1
-        counts.global_samples += counts.samples_per_step
-        if counts.global_steps == 1:
+        self._loop.counts.end_boundary()
+        if self._loop.counts.global_steps == 1:
             self._scheduler.keep_frozen(frozen_budget(self.settings, self._scheduler.units, self._context))
-        offload = self.settings.zero_optimization.offload_optimizer
-        if counts.global_steps == STEPS_UNTIL_KNOWN and offload.ratio == "auto":
-            self._fit.builder.plan = move_up(self.offload, self.optimizer, self._context)
         if self.lr_scheduler is not None and not self.optimizer.overflow:
             self.lr_scheduler.step()
         if self.monitor is not None:
@@ -226,11 +217,16 @@ class Engine(nn.Module):
 
     def is_gradient_accumulation_boundary(self) -> bool:
         """Return whether the next `step` applies the gradients."""
-        return self._counts.at_boundary
+        return self._loop.counts.at_boundary
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
         """Set whether the next `step` applies the gradients, instead of deriving it from the micro-step count."""
-        self._counts.boundary = is_boundary
+        if not self._loop.counts.is_managed:
+            raise ShardwellError(unsupported_uses.UNMANAGED)
+        self._decide_boundary(is_boundary)
+
+    def _decide_boundary(self, is_boundary: bool) -> None:
+        self._loop.counts.boundary = is_boundary
         self._scheduler.reducer.set_boundary(is_boundary)
         if not is_boundary:
             self._scheduler.reducer.defer_reduction()
@@ -286,10 +282,7 @@ class Engine(nn.Module):
         return describe_units(self._scheduler.units, self.memory())
 
     def record(self, timing: bool = False) -> contextlib.AbstractContextManager[Trace]:
-        """Return a context that records the events of the schedule (all-gather, reshard and so on) as short tokens.
-
-        With `timing`, the trace has a `timeline` when the context has ended; the host waits for the device then.
-        """
+        """Return a context that records the schedule as short tokens; with `timing`, also a `timeline` at its end."""
         return recording_with_times(self) if timing else self._scheduler.recording()
 
     @property
@@ -298,31 +291,17 @@ class Engine(nn.Module):
         return self._fit.builder.plan
 
     @property
-    def global_steps(self) -> int:
-        """The number of optimizer steps."""
-        return self._counts.global_steps
+    def training_dataloader(self) -> ShardedLoader | UserDataLoader | None:
+        """The loader of the data that `initialize` was given."""
+        return self._loop.data_loader
 
-    @global_steps.setter
-    def global_steps(self, number: int) -> None:
-        self._counts.global_steps = number
+    @training_dataloader.setter
+    def training_dataloader(self, loader: ShardedLoader | UserDataLoader | None) -> None:
+        self._loop.data_loader = loader
 
-    @property
-    def micro_steps(self) -> int:
-        """The number of calls of `step`."""
-        return self._counts.micro_steps
-
-    @micro_steps.setter
-    def micro_steps(self, number: int) -> None:
-        self._counts.micro_steps = number
-
-    @property
-    def global_samples(self) -> int:
-        """The number of samples that all ranks have trained with."""
-        return self._counts.global_samples
-
-    @global_samples.setter
-    def global_samples(self, number: int) -> None:
-        self._counts.global_samples = number
+    global_steps = StepCount("The number of optimizer steps.")
+    micro_steps = StepCount("The number of calls of `step`.")
+    global_samples = StepCount("The number of samples that all ranks have trained with.")
 
     @property
     def skipped_steps(self) -> int:
@@ -386,7 +365,7 @@ class Engine(nn.Module):
         Units that contain other units (usually the root) are not compiled. Blocks of one class share one graph.
         """
         options = {"backend": backend, **(compile_kwargs or {}), **kwargs}
-        compile_units(self._scheduler.units, self._teardown.compiled, options)
+        compile_units(self._scheduler.units, self._teardown, options)
 
     @property
     def is_compiled(self) -> bool:
@@ -395,8 +374,8 @@ class Engine(nn.Module):
     def refit(self) -> None:
         """Rebuild the shards after parameters were resized, replaced, added, removed or unfrozen.
 
-        All ranks must call it. `forward` calls it when it detects a change. Master weights and optimizer state of
-        unchanged parameters are kept. An explicit call also frees the training state of parameters that are frozen now.
+        All ranks must call it. `forward` calls it when it detects a change. Unchanged parameters keep their masters and
+        optimizer state. An explicit call also frees the training state of parameters that are frozen now.
         """
         self._fit.refit(self.optimizer, keep_frozen_state=False)
 
@@ -497,29 +476,18 @@ class Engine(nn.Module):
     def destroy(self, *, whole: bool = True) -> None:
         """Turn the model back into an ordinary one with unsharded parameters; drop gradients and optimizer state.
 
-        All ranks must call it, since it all-gathers. The model may be passed to `initialize` again. With `whole=False`,
-        while an exception propagates, and after a failure that not all ranks had, nothing is all-gathered and released
-        parameters stay released.
+        All ranks must call it. The model may be passed to `initialize` again. With `whole=False`, while an exception
+        propagates, and after a failure that not all ranks had, nothing is all-gathered: parameters stay released.
         """
         if not self._teardown.has_begun:
-            self._end(lambda: self._teardown.end(self.optimizer, whole=whole))
+            end_engine(self, lambda: self._teardown.end(self.optimizer, whole=whole))
 
     def hand_over(self) -> None:
         """End this engine for another one that gets its model. `initialize` calls it, on all ranks."""
-        self._end(lambda: self._teardown.hand_over(self.optimizer))
+        end_engine(self, lambda: self._teardown.hand_over(self.optimizer))
 
-    def _end(self, end: Callable[[], None]) -> None:
-        if not self._teardown.has_begun:
-            self._teardown.has_begun = True
-            self.finish_saving()
-            if self.monitor is not None:
-                self.monitor.close()
-        end()
-        exit_notice.tell(self._context.roles.agreement, self.micro_steps)
-        self.trim()
-
-    _is_accelerate_prepared = prepared_by_accelerate
-    __reduce_ex__ = refuse_pickling
+    _is_accelerate_prepared = unsupported_uses.prepared_by_accelerate
+    __reduce_ex__ = unsupported_uses.refuse_pickling
 
     def __getattr__(self, name: str) -> Any:
         """Look up an attribute that the engine does not have on the model."""

@@ -11,6 +11,7 @@ from torch.nn.modules.module import _IncompatibleKeys
 
 from shardwell.errors import ShardwellError
 from shardwell.optim.param_access import ParamAccess
+from shardwell.parallel import TrafficKind
 from shardwell.sharding import ShardedGroup, Unit, released
 from shardwell.sharding.gathered_parameters import GatheredParameters
 from shardwell.sharding.tensor_part import part_of
@@ -67,14 +68,14 @@ def load_whole_state(mine: Mapping[str, Any], given: Mapping[str, Any], *, stric
 
 
 def whole_value(value: Tensor, parameter: nn.Parameter, group: ShardedGroup) -> Tensor:
-    """Return the whole tensor of which a parameter is a part. All ranks of the tensor axis must call it."""
-    part, comm = part_of(parameter), group.context.roles.tensor
+    """Return the whole tensor of which a parameter is a part. All ranks of its axis must call it."""
+    part, comm = part_of(parameter), group.context.roles.parts
     if part is None or comm is None:
         return value
-    from shardwell.parallel.tensor_axis import TensorAxis
-    from shardwell.tensor_parallel.whole import whole_of
+    from shardwell.parallel.model_axis import ModelAxis
+    from shardwell.sharding.whole_tensor import whole_of
 
-    return whole_of(value, part, TensorAxis(comm), f"WHOLE {group.name}")
+    return whole_of(value, part, ModelAxis(comm, TrafficKind.TENSOR), f"WHOLE {group.name}")
 
 
 def part_of_value(given: Tensor, parameter: nn.Parameter, name: str) -> Tensor:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Set
@@ -26,25 +25,30 @@ from shardwell.engine.engine import Engine
 from shardwell.engine.mesh_setup import (
     axes_of_arguments,
     axes_of_settings,
+    axes_to_load,
+    check_line,
     make_context,
     open_nodes,
     ranks_per_copy,
     reconnect,
 )
+from shardwell.engine.model_axes import bind_to_sequences, keep_own_experts
 from shardwell.engine.module_buffers import place_buffers
 from shardwell.engine.monitor_setup import monitor_for, profile_if_asked
-from shardwell.engine.offload_setup import add_links, plan_states, registry_for, replan_states, with_tiers
+from shardwell.engine.offload_setup import plan_states, registry_for, replan_states, settle_stage, with_tiers
 from shardwell.engine.optimizer_setup import make_optimizer
 from shardwell.engine.persistence import persistent_in
 from shardwell.engine.pipeline_engine import PipelinedEngine, pipelined
 from shardwell.engine.pipeline_setup import divided_model, plan_pipeline, stages_of, with_pipeline
+from shardwell.engine.scheduler_setup import make_scheduler
 from shardwell.engine.startup_report import UserArguments, announce
 from shardwell.engine.teardown import ModelBefore, Teardown, end_engines_of, when_handed_on
+from shardwell.engine.unit_specs import unit_specs
 from shardwell.engine.user_data_loader import UserDataLoader, loader_like, with_batch_of
 from shardwell.errors import ConfigError, DivergenceError, ShardwellError
 from shardwell.kernels.quantize import Codec
 from shardwell.memory import Device
-from shardwell.memory.device import default_device
+from shardwell.memory.local_gpus import default_device
 from shardwell.optim import OptimizerFactory, ShardedOptimizer, factory_for, lr_schedules
 from shardwell.optim.factory import NO_LABEL
 from shardwell.optim.gradient_views import GradientViews
@@ -53,19 +57,17 @@ from shardwell.parallel import Agreement, Collectives, start_process_group
 from shardwell.parallel.consistency import check_alike
 from shardwell.parallel.mesh import world_mesh
 from shardwell.runtime.commit_policy import commit_policy, settle_commit
-from shardwell.runtime.precision import dtype_of, mixed_dtype, settle_precision
-from shardwell.runtime.prefetch import PrefetchLimits
+from shardwell.runtime.precision import dtype_of, has_narrow_masters, mixed_dtype, settle_precision
 from shardwell.runtime.rebuild import UnitBuilder
-from shardwell.runtime.reducer import MicroStep
 from shardwell.runtime.scheduler import Scheduler
-from shardwell.sharding import EngineContext, GroupPrecision, ShardedGroup, Unit, UnitSpec, spec_for, wrap_model
+from shardwell.sharding import EngineContext, GroupPrecision, ShardedGroup, Unit, UnitSpec, spec_for
+from shardwell.sharding.dtensor_parameters import line_of_dtensors
 from shardwell.sharding.init_parameters import meet_for_initialize
 from shardwell.sharding.model_checks import check_model
 from shardwell.sharding.model_states import GroupKey, ModelStates, OffloadPlan, StateFormula
 from shardwell.sharding.parameter_views import GroupMember
 from shardwell.sharding.spec import CommPrecision, SpecOverrides, casts
 from shardwell.sharding.tensor_part import check_parts, is_partial, part_of
-from shardwell.sharding.wrap import LeafRules
 
 
 class Initialized(NamedTuple):
@@ -129,29 +131,33 @@ def initialize(
     agreement = Agreement(world)
     with agreement.failing_together("initialize", common=(DivergenceError,)):
         given = axes_of_arguments(mesh, mpu, world, Device(where), agreement)
+        line = line_of_dtensors(model)
         asked = load(
             source,
             world_size=world.size,
-            axes=stages_of(divided) if given is None else given.model_axes,
+            axes=axes_to_load(given, stages_of(divided), line),
             optimizer_given=optimizer is not None,
             scheduler_given=lr_scheduler is not None,
         )
         settings = settle_precision(with_pipeline(asked, given, divided), model.parameters())
         home = Device(where, keep_pages=settings.shardwell.keep_pages)
-        grid = axes_of_settings(settings, world.size) if given is None else given
+        grid = axes_of_settings(settings, world.size, line) if given is None else given
+        check_line(grid, line, world.rank)
         context = make_context(home, world, settings, agreement, grid)
-        plan = None
+        cut, plan = _take_dtensors(model, context) if line else None, None
         if divided is not None or grid.pipe > 1:
             plan = plan_pipeline(divided, model, settings, context)
             context = plan.context
             optimizer, model_parameters = plan.own(optimizer), plan.own(model_parameters)
             engine_class = pipelined(engine_class)
-        cut = _cut_over_tensor_axis(model, settings, context)
+        sequences = bind_to_sequences(model, context, mpu)
+        experts = keep_own_experts(model, context)
+        cut = cut or _cut_over_tensor_axis(model, settings, context)
         block = settings.optimizer if optimizer is None else None  # an optimizer in code has precedence
         named = partial(engine_class.optimizer_named, settings)
         factory = factory_for(optimizer, model, model_parameters, block, home, named)
         engine = _engine(engine_class, model, settings, factory, context)
-        engine._teardown.cut = cut
+        engine._teardown.cut, engine._teardown.sequences = experts or cut, sequences
         if plan is not None and isinstance(engine, PipelinedEngine):
             engine.use_pipeline(plan)
         if factory is not None:
@@ -167,10 +173,17 @@ def initialize(
     return Initialized(engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler)
 
 
+def _take_dtensors(model: nn.Module, context: EngineContext) -> Any:
+    """Take a model that comes as DTensors: everything below sees local tensors."""
+    from shardwell.tensor_parallel.dtensor_model import take_dtensors
+
+    return take_dtensors(model, context.roles)
+
+
 def _cut_over_tensor_axis(model: nn.Module, settings: Config, context: EngineContext) -> Any:
     """Cut the model over the ranks of the tensor axis, if there is one."""
     if context.roles.tensor is None:
-        check_parts(model, 1)
+        check_parts(model, context.roles.grid.expert)
         return None
     from shardwell.tensor_parallel.setup import PlanRequest, cut_model
 
@@ -187,7 +200,8 @@ def _engine(
 ) -> Engine:
     """Wrap the model in units and build them after a check that all ranks build the same; the optimizer comes later."""
     agreement = context.roles.agreement
-    specs = _unit_specs(model, settings)
+    settings = settle_stage(settings, partial(_sizes, model, factory, context), model, context)
+    specs = unit_specs(model, settings)
     check_alike(context.roles.stage, "initialize", before_building(settings, model, specs, factory))
     persistent = persistent_in(specs, settings.zero_optimization)
     states = _states(specs, settings, factory, context, persistent)
@@ -199,9 +213,9 @@ def _engine(
     units = build_units(specs, settings, factory, context, offload)
     kept, by_user = settings.shardwell.keep_fp32_buffers, "keep_fp32_buffers" in settings.shardwell.model_fields_set
     place_buffers(model, context, mixed_dtype(settings), kept, kept_by_user=by_user)
-    scheduler = _make_scheduler(units, settings, context)
+    scheduler = make_scheduler(units, settings, context)
     builder = UnitBuilder(
-        lambda: _unit_specs(model, settings),
+        lambda: unit_specs(model, settings),
         lambda one, specs, trained: _groups(
             one,
             settings,
@@ -252,26 +266,6 @@ def _meet_the_user(engine: Engine, scheduler: Scheduler) -> None:
     watch_optimizers()
 
 
-def _make_scheduler(units: list[Unit], settings: Config, context: EngineContext) -> Scheduler:
-    zero = settings.zero_optimization
-    prefetches = zero.stage3_prefetch_bucket_size > 0
-    limits = PrefetchLimits(prefetches, zero.stage3_max_live_parameters, zero.stage3_max_reuse_distance)
-    below = [unit.numel for unit in units if unit.resharding_groups and unit.name]
-    needed = sum(sorted(below)[-2:]) + sum(unit.numel for unit in units if not unit.name)  # the root stays unsharded
-    if context.roles.all.rank_group.rank == 0 and prefetches and len(below) > 1 and 0 < limits.live < needed:
-        logging.getLogger("shardwell").warning(
-            "zero_optimization.stage3_max_live_parameters %d: some units are not gathered while another one runs, "
-            "since that takes up to %d whole parameters. Raise it to that, or set 0 if this is meant.",
-            limits.live,
-            needed,
-        )
-    num_ranks = context.roles.data.rank_group.size
-    paths_differ = settings.shardwell.find_unused_parameters and num_ranks > 1
-    scheduler = Scheduler(units, limits, MicroStep(num_ranks, settings.gradient_accumulation_steps or 1, paths_differ))
-    add_links(scheduler, context)
-    return scheduler
-
-
 def _ranks_per_loss(settings: Config, shard: Collectives) -> int:
     """Return over how many ranks the residual of quantised gradients is split; 0 if it is not kept."""
     if not (settings.zero_optimization.zero_quantized_gradients and settings.shardwell.codecs.feedback):
@@ -291,11 +285,6 @@ def build_units(
     order = sorted(range(len(specs)), key=lambda index: -offload.places[specs[index].name].depth)
     units = [Unit(index, specs[index], _groups(specs[index], settings, factory, places, context)) for index in order]
     return sorted(units, key=lambda unit: unit.index)
-
-
-def _unit_specs(model: nn.Module, settings: Config) -> list[UnitSpec]:
-    leaf = settings.zero_optimization.leaf_module
-    return wrap_model(model, LeafRules(leaf.classes, leaf.names, leaf.name_suffixes))
 
 
 def _groups(
@@ -353,15 +342,15 @@ def _kinds(
     trained: Set[int] = frozenset(),
 ) -> dict[GroupKey, list[GroupMember]]:
     """Return the parameters of a unit by the group that they belong to."""
-    mixed = mixed_dtype(settings)
+    mixed, narrow = mixed_dtype(settings), has_narrow_masters(settings)
     accumulate = dtype_of(settings.data_types.grad_accum_dtype)
-    wire = _wire(settings, context.roles.data.rank_group.size)
+    wire = _wire(settings, context.roles.averaged.rank_group.size)
     kinds: defaultdict[GroupKey, list[GroupMember]] = defaultdict(list)
     for name, parameter in one.parameters:
         label = factory.label(parameter) if factory is not None else NO_LABEL
         dtype = mixed if mixed is not None and casts(parameter.dtype) else parameter.dtype
         trains = parameter.requires_grad or id(parameter) in trained
-        precision = GroupPrecision.of(dtype, mixed, trains, accumulate, wire)
+        precision = GroupPrecision.of(dtype, mixed, trains, accumulate, wire, narrow_masters=narrow)
         kind = GroupKey(
             precision,
             trains,
@@ -397,13 +386,19 @@ def _states(
         settings.shardwell.shard_at_world_one,
         factory.num_states if factory is not None else 0,
         settings.shardwell.moments == "8bit",
-        settings.zero_optimization.stage >= 2 and (settings.gradient_accumulation_steps or 1) > 1,
+        (settings.gradient_accumulation_steps or 1) > 1,
         commit_policy(settings),
         ranks_per_copy(settings, num_shards),
         _storage_codec(settings),
         _ranks_per_loss(settings, context.roles.shard),
     )
     return ModelStates(units, formula)
+
+
+def _sizes(model: nn.Module, factory: OptimizerFactory | None, context: EngineContext, settings: Config) -> ModelStates:
+    """Return the sizes of the states that a model would have with a configuration."""
+    specs = unit_specs(model, settings)
+    return _states(specs, settings, factory, context, persistent_in(specs, settings.zero_optimization))
 
 
 @dataclass(frozen=True)

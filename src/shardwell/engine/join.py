@@ -14,9 +14,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from shardwell.engine.data_loader import ShardedLoader
 from shardwell.engine.unsupported_uses import StepCallWatch
+from shardwell.engine.user_data_loader import UserDataLoader
 from shardwell.errors import ShardwellError
 from shardwell.runtime.pytree import tensors_in
+from shardwell.runtime.reducer import StepCounts
 
 if TYPE_CHECKING:
     from shardwell.engine.engine import Engine
@@ -24,10 +27,31 @@ if TYPE_CHECKING:
 
 @dataclass
 class UserLoop:
-    """The user's training loop: whether it runs inside `Engine.join`, and whether it calls `step` at all."""
+    """The user's training loop: its steps, its data, whether it runs inside `Engine.join`, whether it steps at all."""
 
+    counts: StepCounts = field(default_factory=StepCounts)
+    data_loader: ShardedLoader | UserDataLoader | None = None
     join: Join | None = None
     step_watch: StepCallWatch | None = field(default_factory=StepCallWatch)
+
+
+class StepCount:
+    """A number of `StepCounts` as an attribute of the engine, whose loop counts."""
+
+    def __init__(self, words: str) -> None:
+        self.__doc__ = words
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, engine: Any, owner: type) -> int:
+        if engine is None:
+            return self  # type: ignore[return-value]  # of the class: for `help()`
+        number: int = getattr(engine._loop.counts, self._name)
+        return number
+
+    def __set__(self, engine: Any, number: int) -> None:
+        setattr(engine._loop.counts, self._name, number)
 
 
 class Join:
@@ -107,4 +131,4 @@ def joined(engine: Engine, divide_by_initial_world_size: bool) -> Iterator[None]
         engine._loop.join.shadow()
     finally:
         engine._loop.join = None
-        engine._scheduler.reducer.average_over(engine._context.roles.data.rank_group.size)
+        engine._scheduler.reducer.average_over(engine._context.roles.averaged.rank_group.size)

@@ -31,14 +31,37 @@ def axes_of_arguments(mesh: Any, mpu: Any, world: RankGroup, home: Device, agree
     return grid_of_mpu(mpu, everyone)
 
 
-def axes_of_settings(settings: Config, num_ranks: int) -> Grid:
-    """Return the grid that the configuration asks for."""
-    return grid_of_sizes(
+def axes_to_load(given: Grid | None, stages: dict[str, int] | None, line: tuple[int, ...]) -> dict[str, int] | None:
+    """Return the ranks along axes as far as a mesh or the model says how many there are."""
+    if given is not None:
+        return given.model_axes
+    return {**(stages or {}), "tensor": len(line)} if line else stages
+
+
+def axes_of_settings(settings: Config, num_ranks: int, line: tuple[int, ...]) -> Grid:
+    """Return the grid that the configuration asks for, with the tensor axis that a model comes cut over."""
+    grid = grid_of_sizes(
         num_ranks,
         pipe=settings.pipeline.stages,
+        expert=settings.shardwell.expert_parallel_size,
         sequence=settings.sequence_parallel_size,
-        tensor=settings.tensor_parallel.size,
+        tensor=len(line) or settings.tensor_parallel.size,
     )
+    if grid.pipe == 1 and len(line) > 1 and (step := line[1] - line[0]) == num_ranks // len(line) > 1:
+        # the tensor axis is the outer one, as in a mesh ("tp", "dp")
+        return replace(grid, ranks=tuple(at + step * index for at in range(step) for index in range(len(line))))
+    return grid
+
+
+def check_line(grid: Grid, line: tuple[int, ...], rank: int) -> None:
+    """Raise if a model comes cut over other ranks than those of this rank's tensor axis."""
+    mine = grid.line(rank, "tensor")
+    if line and tuple(mine) != line:
+        raise ShardwellError(
+            f"the model is cut over ranks {list(line)}, and rank {rank} is on a tensor axis of ranks {mine}: pass the "
+            'mesh that the model was cut over, such as mesh=init_device_mesh("cuda", (2, 4), mesh_dim_names=("dp", '
+            '"tp")), of which mesh["tp"] went to parallelize_module'
+        )
 
 
 def make_context(home: Device, world: RankGroup, settings: Config, agreement: Agreement, grid: Grid) -> EngineContext:
@@ -73,10 +96,16 @@ def _one_axis(everyone: Collectives, nodes: RankGroup, settings: Config) -> Mesh
 
 def _check_grid(settings: Config, grid: Grid) -> None:
     """Raise if the configuration has what a grid of ranks cannot have."""
-    if grid.sequence > 1:
+    if grid.sequence > 1 and grid.pipe > 1:
         raise ConfigError(
-            f"sequence_parallel_size: {grid.sequence} is not supported yet; use 1, or tensor parallelism with "
-            '"tensor_parallel": {"sequence_parallel": true}'
+            f"sequence_parallel_size: {grid.sequence} does not work with {grid.pipe} pipeline stages: they do not cut "
+            "micro-batches along the sequence. Use tensor parallelism with one of the two, or one of them alone."
+        )
+    if grid.expert > 1 and grid.pipe * grid.tensor * grid.replicate > 1:
+        raise ConfigError(
+            f"shardwell.expert_parallel_size: {grid.expert} does not work with {grid.pipe} pipeline stages, "
+            f"{grid.tensor} tensor ranks and {grid.replicate} replicas: only ranks of the data axis share them. Make "
+            "the other sizes 1, or this one: a plan of tensor_parallel cuts experts as well."
         )
     zero = settings.zero_optimization
     on = {

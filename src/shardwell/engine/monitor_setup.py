@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from shardwell.config import Config
 from shardwell.engine.startup_report import startup_line
@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from shardwell.engine.engine import Engine
     from shardwell.monitor.monitor import Monitor
     from shardwell.monitor.recording import TimedTrace
+    from shardwell.plan.comparison import PlanComparison
 
 
 def monitor_for(engine: Engine) -> Monitor | None:
@@ -56,3 +57,10 @@ def profile_if_asked(engine: Engine) -> None:
         from shardwell.monitor.profiled_steps import ProfiledSteps
 
         ProfiledSteps(engine, recording_with_times, folder)
+
+
+def compared_with_plan(engine: Engine, inputs: Any, loss: Any = None) -> PlanComparison:
+    """Return what a simulation predicts of a step with such inputs, beside what this job counted, by tier."""
+    from shardwell.plan.comparison import compare
+
+    return compare(engine, inputs, loss)

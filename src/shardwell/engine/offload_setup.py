@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from shardwell.config import Config
+from torch import nn
+
+from shardwell.config import Config, stage_is_open
 from shardwell.memory import Device, MemoryStats, TemporaryBuffers, Tier
-from shardwell.optim import ShardedOptimizer
 from shardwell.runtime.scheduler import Scheduler
 from shardwell.sharding import EngineContext, UnitSpec
 from shardwell.sharding.init_parameters import InitRegistry, InitStorage
 from shardwell.sharding.model_states import ModelStates, OffloadPlan
 from shardwell.sharding.tiers import TierFactory
 
-STEPS_UNTIL_KNOWN = 3  # steps until the peak memory of the device is known
 _WITHOUT_OFFLOAD = (("auto", "fp32", "auto"), ("after_norm", "fp32", "auto"))  # commit, moments, gradients
 
 
@@ -24,6 +25,17 @@ def uses_offload(settings: Config) -> bool:
     own, zero = settings.shardwell, settings.zero_optimization
     is_on_device = zero.offload_optimizer.device == zero.offload_param.device == "none" and own.placement != "auto"
     return not is_on_device or (own.commit, own.moments, own.gradients) not in _WITHOUT_OFFLOAD
+
+
+def settle_stage(
+    settings: Config, sizes: Callable[[Config], ModelStates], model: nn.Module, context: EngineContext
+) -> Config:
+    """Return the configuration with a stage, and maybe tiers, in place of the stage "auto"."""
+    if not stage_is_open(settings):
+        return settings
+    from shardwell.offload.stage_choice import choose_stage
+
+    return choose_stage(settings, sizes, list(model.parameters()), context)
 
 
 def plan_states(states: ModelStates, specs: list[UnitSpec], settings: Config, context: EngineContext) -> OffloadPlan:
@@ -41,7 +53,7 @@ def with_tiers(context: EngineContext, settings: Config, offload: OffloadPlan) -
         return context
     from shardwell.offload.plan import open_disk
 
-    disk = None if context.device.is_meta else open_disk(settings)
+    disk = open_disk(settings) if context.device.is_simulated or not context.device.is_meta else None
     if disk is None and not any(place.depth for place in offload.places.values()):
         return context
     from shardwell.offload.storage import OffloadTiers
@@ -92,10 +104,3 @@ def add_links(scheduler: Scheduler, context: EngineContext) -> None:
 
         num_ranks, buffers = context.roles.shard.rank_group.size, context.tiers.read_buffers
         scheduler.prefetch.links += offload_links(scheduler.prefetch.budget, num_ranks, buffers, scheduler.record)
-
-
-def move_up(before: OffloadPlan, optimizer: ShardedOptimizer, context: EngineContext) -> OffloadPlan:
-    """Move optimizer state to the device, as much as it has room for, the same on all ranks; return the new plan."""
-    from shardwell.offload.plan import fill_device
-
-    return fill_device(before, optimizer, context)

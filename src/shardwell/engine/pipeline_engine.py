@@ -20,8 +20,9 @@ from shardwell.engine.engine import Engine
 from shardwell.engine.model_parts import StageOfModel
 from shardwell.engine.pipeline_setup import PipelinePlan
 from shardwell.errors import BackwardError, ShardwellError
-from shardwell.memory.device import Stopwatch
+from shardwell.memory.timing import Stopwatch
 from shardwell.pipeline.batches import BatchReader, signature_of
+from shardwell.pipeline.messages import HiddenForm, TensorForm
 from shardwell.pipeline.operations import Operation, Pass
 from shardwell.pipeline.runner import PipelineRunner
 from shardwell.pipeline.schedules import Schedule, make_schedule, read_schedule
@@ -53,9 +54,9 @@ class PipelinedEngine(Engine):
         reader = BatchReader(self.module, plan.loss_fn, is_chain=plan.modules.layers.is_chain)
         move = partial(map_tensors, change=lambda tensor: tensor.to(self.device))
         self._runner = PipelineRunner(
-            plan.modules, reader, plan.messages, self, Stopwatch(on_cuda=device.is_cuda), move
+            plan.modules, reader, plan.messages, self, Stopwatch(on_cuda=device.has_streams), move
         )
-        self._whole_time = Stopwatch(on_cuda=device.is_cuda)
+        self._whole_time = Stopwatch(on_cuda=device.has_streams)
         self._orders: dict[int, tuple[ExecutionOrder, ExecutionOrder]] = {}  # by stage
         if plan.messages is not None:
             names = [name for stage in plan.modules.stages for name in plan.modules.layer_names(stage)]
@@ -117,6 +118,13 @@ class PipelinedEngine(Engine):
         finally:
             self.module.train(was_training)
 
+    def expect_hidden(self, hidden: Tensor | tuple[Tensor, ...]) -> None:
+        """On the meta device, take tensors of these shapes and dtypes for what the stage before sends."""
+        if self._plan.messages is not None:
+            tensors = (hidden,) if isinstance(hidden, Tensor) else hidden
+            forms = tuple(TensorForm(tuple(one.shape), one.dtype, one.is_floating_point()) for one in tensors)
+            self._plan.messages.expected = HiddenForm(forms, isinstance(hidden, tuple))
+
     @property
     def stage_id(self) -> int:
         """This rank's index along the pipeline."""
@@ -156,7 +164,7 @@ class PipelinedEngine(Engine):
                     total += loss.double()
                 roles.all.all_reduce_sum(total, "LOSS")
         finally:
-            self._in_batch, self._counts.boundary = False, None
+            self._in_batch, self._loop.counts.boundary = False, None
         copies = self.world_size // (self.data_size * self._plan.num_ranks)  # ranks with the same rows and stage
         total /= schedule.num_micro_batches * self.data_size * copies
         if trains and self.monitor is not None:
@@ -241,7 +249,7 @@ class PipelinedEngine(Engine):
             trace.add(TraceAction.OPERATION, operation.stage, str(operation))
 
     def _set_boundary(self, operation: Operation) -> None:
-        self._counts.boundary = is_boundary = operation in self.schedule.last_gradients
+        self._loop.counts.boundary = is_boundary = operation in self.schedule.last_gradients
         self._scheduler.reducer.set_boundary(is_boundary)
 
     def _use_order(self, stage: int) -> None:

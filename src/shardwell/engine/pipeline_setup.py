@@ -18,6 +18,7 @@ from shardwell.parallel import Collectives
 from shardwell.parallel.grid import Grid
 from shardwell.parallel.mesh import mesh_of
 from shardwell.parallel.point_to_point import PointToPoint
+from shardwell.parallel.roles import MeshRoles, lines_to_make
 from shardwell.pipeline.late_weights import LateWeights
 from shardwell.pipeline.messages import StageMessages, channels
 from shardwell.pipeline.module import PipelineModule
@@ -114,11 +115,6 @@ def plan_pipeline(
             f"pipeline.activation_checkpoint_interval: {interval} is not supported; use 1, which recomputes one layer "
             "at a time and keeps the input of each, or 0"
         )
-    if block.schedule == "zb-h1" and roles.grid.tensor > 1:
-        raise ConfigError(
-            "pipeline.schedule: zb-h1 does not work with tensor parallelism: weight gradients of cut layers are not "
-            "computed late. Use 1f1b or interleaved."
-        )
     num_ranks, chunks = roles.grid.pipe, block.chunks
     rank = roles.grid.position(roles.all.rank_group.rank)["pipe"]
     borders = divided.borders(num_ranks * chunks, block.partition)
@@ -127,7 +123,7 @@ def plan_pipeline(
     dropped = frozenset(map(id, whole)) - frozenset(map(id, model.parameters()))
     messages = None
     if roles.pipe is not None:
-        links = PointToPoint(roles.pipe, roles.grid.lines("pipe"), channels(num_ranks, chunks))
+        links = PointToPoint(roles.pipe, _lines(roles), channels(num_ranks, chunks))
         messages = StageMessages(links, num_ranks, context.device.torch_device)
     late = LateWeights(modules) if block.schedule == "zb-h1" else None
     if interval:
@@ -155,7 +151,7 @@ def _tie(modules: StageModules, divided: DividedModel, context: EngineContext) -
             f"the first and the last one ({first} and {last}) may share parameters. Divide the layers in another way "
             "(split(at=...), pipeline.partition)."
         )
-    lines = roles.grid.lines("pipe")
+    lines = _lines(roles)
     ends = [[line[first], line[last]] for line in lines]
     middle = [[rank] for line in lines for rank in line if rank not in (line[first], line[last])]
     comm = roles.all.over(mesh_of(world, [*ends, *middle]))
@@ -164,6 +160,10 @@ def _tie(modules: StageModules, divided: DividedModel, context: EngineContext) -
     for parameter in found.values():
         _copy_first(parameter, comm, is_first=own in (line[first] for line in lines))
     return TiedCopies({id(parameter): name for name, parameter in found.items()}, comm)
+
+
+def _lines(roles: MeshRoles) -> list[list[int]]:
+    return lines_to_make(roles.grid, roles.all.rank_group, "pipe")
 
 
 def _copy_first(parameter: nn.Parameter, comm: Collectives, *, is_first: bool) -> None:

@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from shardwell.engine.engine import Engine
 
 _UNTIL = "gradients and secondary shards until the step"
-_ON = {Tier.DEVICE: "on the device", Tier.HOST: "on the host", Tier.DISK: "on disk"}
 
 
 @dataclass(frozen=True)
@@ -162,7 +161,7 @@ def _stored(memory: MemoryReport, offload: OffloadPlan) -> Note:
                 sizes[_UNTIL, tier] += size
     parts = []
     for what in ("parameters", "optimizer state", _UNTIL):
-        found = [f"{human(sizes[what, tier])} {_ON[tier]}" for tier in Tier if sizes[what, tier]]
+        found = [f"{human(sizes[what, tier])} {tier.words}" for tier in Tier if sizes[what, tier]]
         parts += [f"{what} {', '.join(found)}"] if found else []
     return Note(f"on each rank: {'; '.join(parts)}")
 
@@ -177,15 +176,21 @@ def startup_line(engine: Engine) -> str:
     frozen = f" ({sizes[True]:,} trainable)" if sizes[False] else ""
     mixed = mixed_dtype(config)
     precision = "autocast" if config.torch_autocast.enabled else str(mixed).removeprefix("torch.") if mixed else "fp32"
-    micro, steps = engine.train_micro_batch_size_per_gpu(), engine.gradient_accumulation_steps()
     below = {place.optimizer for place in engine.offload.places.values()} - {Tier.DEVICE}
     kernels = f", host kernels: {describe_kernels()}" if below else ""
     return (
         f"{type(engine.module).__name__}: {sizes.total():,} parameters{frozen} in {len(states.units)} units on "
         f"{engine.world_size} rank{'s' * (engine.world_size > 1)} ({engine.device.type}), stage "
-        f"{config.zero_optimization.stage}, {_tiers(engine.offload)}, {precision}, batch {engine.train_batch_size()} = "
-        f"{micro} x {steps} x {engine.world_size}{kernels}"
+        f"{config.zero_optimization.stage}, {_tiers(engine.offload)}, {precision}{_batch(engine)}{kernels}"
     )
+
+
+def _batch(engine: Engine) -> str:
+    """Return the batch of a step; nothing if the script reads its own batches and no file says how large they are."""
+    if "default" in engine.settings.origins["train_micro_batch_size_per_gpu"]:
+        return ""
+    micro, steps = engine.train_micro_batch_size_per_gpu(), engine.gradient_accumulation_steps()
+    return f", batch {engine.train_batch_size()} = {micro} x {steps} x {engine.world_size}"
 
 
 def _tiers(offload: OffloadPlan) -> str:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from shardwell.engine import exit_notice
 from shardwell.errors import ShardwellError
 from shardwell.memory import Tier
 from shardwell.optim import ShardedOptimizer
@@ -55,7 +56,8 @@ class Teardown:
     compiled: dict[nn.Module, Callable[..., Any]] = field(default_factory=dict)
     has_begun: bool = False  # the engine is ended, or is about to be
     is_closed: bool = False  # links and files are closed
-    cut: Any = None  # the `CutModel` of a model that is cut over a tensor axis
+    cut: Any = None  # the `CutModel` or `SharedExperts` of a model whose ranks hold parts of tensors
+    sequences: Any = None  # the `SequenceBinding` of a model with a sequence axis
 
     def end(self, optimizer: ShardedOptimizer | None, *, whole: bool) -> None:
         """Return the model to its former state, unsharded if requested and possible, and free everything else.
@@ -155,7 +157,7 @@ class Teardown:
                 for parameter in unit.sets.parameters:
                     dtype = self.before.parameters.get(names.get(id(parameter), ""), parameter.dtype)
                     fits = parameter.numel() * dtype.itemsize < self.context.device.free_bytes()
-                    parameter.data = parameter.data.to(None if fits else "cpu", dtype)
+                    parameter.data = parameter.data.to(None if fits else self.context.device.host, dtype)
                     is_plain = not has_no_size(parameter) and not own_rules(parameter)
                     if registry is not None and stays_sharded and is_plain and id(parameter) in places:
                         registry.adopt(*places[id(parameter)], parameter)
@@ -166,8 +168,9 @@ class Teardown:
     def _close(self, optimizer: ShardedOptimizer | None) -> None:
         if optimizer is not None:
             optimizer.state.clear()
-        if self.cut is not None:
-            self.cut.close()
+        for part in (self.cut, self.sequences):
+            if part is not None:
+                part.close()
         if not self.is_closed:
             self.context.close()
         self.is_closed = True
@@ -177,6 +180,18 @@ def _drop_gradients(scheduler: Scheduler, optimizer: ShardedOptimizer | None) ->
     if optimizer is not None:
         optimizer.forget_gradients()
     scheduler.reducer.forget()
+
+
+def end_engine(engine: Engine, end: Callable[[], None]) -> None:
+    """End an engine: wait for what it saves, let `end` take its model apart, and tell the other ranks."""
+    if not engine._teardown.has_begun:
+        engine._teardown.has_begun = True
+        engine.finish_saving()
+        if engine.monitor is not None:
+            engine.monitor.close()
+    end()
+    exit_notice.tell(engine._context.roles.agreement, engine.micro_steps)
+    engine.trim()
 
 
 def when_handed_on(engine: Engine) -> Callable[[], None]:

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
 from shardwell.memory import MemoryReport, StateKind, Tier
+from shardwell.memory.statistics import as_html, human, render
 from shardwell.sharding import ShardedGroup, Unit
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 _DEPTHS = list(Tier)  # from the device down
 
@@ -33,12 +38,41 @@ class UnitInfo:
         return sum(parameter.numel() for parameter in self.parameters.values())
 
 
-def describe_units(units: Sequence[Unit], memory: MemoryReport) -> tuple[UnitInfo, ...]:
+class UnitList(tuple[UnitInfo, ...]):
+    """The units of an engine; it prints as a table."""
+
+    __slots__ = ()
+
+    def table(self) -> Table:
+        """Return a rich table of the units."""
+        from rich.table import Table
+
+        table = Table(title="units")
+        for column in ("unit", "module", "parameters", "stored on", "bytes on this rank"):
+            table.add_column(column, justify="right" if column in ("parameters", "bytes on this rank") else "left")
+        for unit in self:
+            places = ", ".join(dict.fromkeys(unit.tiers.values()))
+            size = human(sum(unit.bytes.values()))
+            table.add_row(unit.name or "(root)", type(unit.module).__name__, f"{unit.numel:,}", places, size)
+        return table
+
+    def __str__(self) -> str:
+        return render(self.table())
+
+    def _repr_pretty_(self, printer: Any, is_cycle: bool) -> None:
+        """Print the table in IPython and Jupyter."""
+        printer.text(str(self))
+
+    def _repr_html_(self) -> str:
+        return as_html(self.table())
+
+
+def describe_units(units: Sequence[Unit], memory: MemoryReport) -> UnitList:
     """Return one `UnitInfo` for each unit, in the order of their modules in the model."""
     held: dict[str, dict[tuple[str, str], int]] = {}
     for (state, name, tier), size in memory.now.items():
         held.setdefault(name, {})[state.value, tier.value] = size
-    return tuple(
+    return UnitList(
         UnitInfo(
             unit.name,
             unit.module,

@@ -12,6 +12,17 @@ from shardwell.errors import ShardwellError
 if TYPE_CHECKING:
     from shardwell.engine.engine import Engine
 
+NO_GRADIENT = (
+    "backward needs a tensor that depends on trainable parameters; this loss does not require a gradient. Was the "
+    "model run under torch.no_grad(), or are all its parameters frozen?"
+)
+SECOND_BACKWARD = (
+    "backward was called twice on the same loss. Run the forward again, or pass retain_graph=True the first time if "
+    "the gradients are meant to be added twice."
+)
+UNMANAGED = "managed_gradient_accumulation is false: every step() is a boundary; call step() where one is meant"
+NO_OPTIMIZER = "this engine has no optimizer: pass one to initialize, or name one in the configuration"
+
 _MOST_BOUNDARIES = 3  # boundaries without a step
 
 

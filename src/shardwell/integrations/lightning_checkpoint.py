@@ -30,7 +30,7 @@ class StateOnRead(dict[str, Any]):
     """The full state of a model, which is all-gathered when it is first read.
 
     Lightning makes the state of the model a part of every checkpoint dictionary, and strategies that save shards drop
-    it. Whoever does read it, such as a callback, pays for it, on all ranks.
+    it. Code that does read it, such as a callback, pays for it, on all ranks.
     """
 
     def __init__(self, gather: Callable[[], Mapping[str, Any]]) -> None:

@@ -200,4 +200,8 @@ def for_evaluation(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def stage_of(config: Mapping[str, Any]) -> int:
     """Return the ZeRO stage that a configuration asks for."""
+    if config["zero_optimization"]["stage"] == "auto":
+        raise ConfigError(
+            'zero_optimization.stage "auto" is chosen by initialize, and Lightning asks for it before: write a number'
+        )
     return int(config["zero_optimization"]["stage"])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -12,7 +12,8 @@ from torch.optim import Optimizer
 
 import shardwell
 from shardwell.engine import Engine
-from shardwell.errors import ShardwellError
+from shardwell.errors import CheckpointError, ShardwellError
+from shardwell.utils import safe_set_full_optimizer_state
 
 _KEPT = "_shardwell_engine"
 
@@ -64,6 +65,27 @@ def _check_optimizer(model: nn.Module, optimizer: Optimizer | None) -> None:
             f"none of the parameters of this {type(optimizer).__name__} belongs to the model any more: make the "
             "optimizer over model.parameters() after the model is complete"
         )
+
+
+def load_full_state(engine: Engine, parameters: Sequence[nn.Parameter], saved: Mapping[str, Any]) -> None:
+    """Load the `state_dict` of a torch optimizer over unsharded parameters; all ranks must have the same.
+
+    `parameters` are those of the engine's optimizer in the order in which it was made over them.
+    """
+    assert engine.optimizer is not None
+    groups = engine.optimizer.param_groups
+    numbers = [number for group in saved["param_groups"] for number in group["params"]]
+    if len(saved["param_groups"]) != len(groups) or len(numbers) != len(parameters):
+        raise CheckpointError(
+            f"the file's optimizer has {len(saved['param_groups'])} parameter groups with {len(numbers)} parameters; "
+            f"this one has {len(groups)} with {len(parameters)}. Make it as it was made for the file"
+        )
+    for group, before in zip(groups, saved["param_groups"], strict=True):
+        group.update({key: value for key, value in before.items() if key != "params"})
+    for parameter, number in zip(parameters, numbers, strict=True):
+        for key, value in saved["state"].get(number, {}).items():
+            if value is not None:
+                safe_set_full_optimizer_state(parameter, value, key)
 
 
 @contextmanager

@@ -27,6 +27,7 @@ from shardwell.integrations.lightning_config import (
 )
 from shardwell.integrations.lightning_engine import (
     engine_of,
+    load_full_state,
     make_engine,
     not_at_a_boundary,
     one_optimizer,
@@ -105,6 +106,7 @@ class TrainerStrategy:
     cluster_environment: Any
     checkpoint_io: Any
     barrier: Any
+    is_global_zero: bool
     broadcast: Any
     optimizers: list[Any]
     lr_scheduler_configs: list[Any]
@@ -224,6 +226,12 @@ class TrainerStrategy:
                     f"{type(callback).__name__} copies the model and exchanges its parameters, which are split over "
                     "the ranks. Use shardwell.integrations.lightning.MovingAverage, whose averages are split, too."
                 )
+            if any(base.__name__ == "BaseFinetuning" for base in type(callback).__mro__):
+                raise ShardwellError(
+                    f"{type(callback).__name__} looks for the module's parameters in the optimizer's groups, which "
+                    "hold this rank's shards. In on_train_epoch_start of the module, set requires_grad and call "
+                    'trainer.optimizers[0].add_param_group({"params": list(...), "lr": ...}).'
+                )
         plugin = self._checkpoint_io
         if plugin is not None and type(plugin).__name__ != "TorchCheckpointIO":
             raise ShardwellError(
@@ -318,23 +326,34 @@ class TrainerStrategy:
         return {}
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        """Save a folder: the engine's shards, and what Lightning adds. All ranks must call it."""
+        """Save a folder: the engine's shards, and what Lightning adds. All ranks must call it.
+
+        With save_weights_only=True it is Lightning's own file, as in DDP, which load_from_checkpoint reads.
+        """
         if storage_options is not None:
             raise TypeError("storage_options: the engine writes the checkpoint, and a CheckpointIO is not used")
         path = os.fspath(self.broadcast(filepath))
         if "://" in path:
             raise CheckpointError(f"{path}: the engine writes to file systems that are mounted; give such a path")
         if "optimizer_states" not in checkpoint:
-            self.names.rank_zero_warn(
-                "save_weights_only=True: the folder holds the optimizer's state all the same, as shards. Lightning "
-                "refuses to resume from it; `shardwell checkpoint export` writes the weights alone."
-            )
+            self._save_weights(checkpoint, path)
+            return
         self.engine.save_checkpoint(
             path,
             tag=TAG,
             client_state=client_state_of(checkpoint),
             exclude_frozen_parameters=self.exclude_frozen_parameters,
         )
+
+    def _save_weights(self, checkpoint: dict[str, Any], path: str) -> None:
+        """Write a file with the full weights, which every rank gathers for that."""
+        state = dict(checkpoint["state_dict"].items())  # all ranks read it: it is all-gathered
+        if self.exclude_frozen_parameters:
+            frozen = {name for name, value in self.lightning_module.named_parameters() if not value.requires_grad}
+            state = {name: value for name, value in state.items() if name not in frozen}
+        if self.is_global_zero:
+            self.checkpoint_io.save_checkpoint({**checkpoint, "state_dict": state}, path)
+        self.barrier()
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Load a folder into the engine, or read a file that another strategy saved."""
@@ -366,8 +385,6 @@ class TrainerStrategy:
             self.engine.load_state_dict(state, strict=strict)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Say that a file's optimizer state is not loaded: it is that of unsharded parameters."""
-        self.names.rank_zero_warn(
-            "this checkpoint is a file of another strategy: its weights, loops and schedules were restored, but the "
-            "optimizer begins without state. Resume from a folder that a shardwell strategy saved to keep it."
-        )
+        """Load the optimizer state of a file that another strategy saved: that of unsharded parameters."""
+        (saved,) = checkpoint["optimizer_states"]
+        load_full_state(self.engine, self.precision_plugin.clipped, saved)

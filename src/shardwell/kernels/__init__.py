@@ -3,7 +3,7 @@
 `update` applies one step of a rule to a slice of elements. The compiled library and the torch reference give the same
 bits; one of them is chosen at the first call. SHARDWELL_NATIVE=0 selects the reference, SHARDWELL_NATIVE=1 requires the
 library, and SHARDWELL_NATIVE_ISA (scalar, avx2, avx512) limits the instruction set. The package works on tensors in
-host memory and does not depend on engines.
+host memory and does not depend on engines. On tensors without values (meta) nothing is computed, and sums are zero.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from shardwell import spans
+from shardwell import spans, virtual_time
 from shardwell.errors import ShardwellError
 from shardwell.kernels.library import ISAS, Library, UnusableLibraryError, find
 from shardwell.kernels.moment8bit import Moment8bit
@@ -30,6 +30,7 @@ from shardwell.kernels.update_args import (
     SplitMaster,
     UpdateArgs,
     check,
+    home_of,
 )
 
 __all__ = [
@@ -49,6 +50,8 @@ __all__ = [
     "add",
     "compiled",
     "crc32",
+    "crc32_blocks",
+    "crc32_combine",
     "describe",
     "sum_of_squares",
     "to_bf16",
@@ -79,19 +82,32 @@ def update(rule: Rule, args: UpdateArgs, threads: int | None = None) -> None:
         raise ShardwellError(
             f"{type(rule).__name__}: found {len(args.state)} tensors of state, expected {rule.num_states}"
         )
+    if args.gradient.is_meta:
+        if virtual_time.clock is not None:
+            virtual_time.clock.host_work("host update", args.num_bytes)
+        return
     listener, begin = spans.listener, time.perf_counter()
     _chosen()[0].update(rule, args, _threads(threads))
     if listener is not None:
-        listener.span("host update", "host update", begin, time.perf_counter())
+        listener.span("host update", "host update", begin, time.perf_counter(), args.num_bytes)
 
 
 def add(
     total: Tensor, gradient: Tensor, factor: float = 1.0, threads: int | None = None, *, fresh: bool = False
 ) -> None:
     """Add `factor` times a gradient (fp32, bf16 or fp16) to an fp32 total; with `fresh` the total is overwritten."""
-    check("total", total, gradient.numel(), torch.float32)
-    check("gradient", gradient, gradient.numel(), *GRADIENTS)
+    home = home_of(total)
+    check("total", total, gradient.numel(), torch.float32, home=home)
+    check("gradient", gradient, gradient.numel(), *GRADIENTS, home=home)
+    num_bytes = gradient.nbytes + (1 if fresh else 2) * total.nbytes
+    if gradient.is_meta:
+        if virtual_time.clock is not None:
+            virtual_time.clock.host_work("host sum", num_bytes)
+        return
+    listener, begin = spans.listener, time.perf_counter()
     _chosen()[0].add(total, gradient, factor, fresh, _threads(threads))
+    if listener is not None:
+        listener.span("host update", "host sum", begin, time.perf_counter(), num_bytes)
 
 
 def sum_of_squares(data: Tensor, threads: int | None = None) -> float:
@@ -100,7 +116,11 @@ def sum_of_squares(data: Tensor, threads: int | None = None) -> float:
     The result of the library does not depend on threads or instruction set; that of the reference may differ in the
     last digits.
     """
-    check("data", data, data.numel(), *GRADIENTS)
+    check("data", data, data.numel(), *GRADIENTS, home=home_of(data))
+    if data.is_meta:
+        if virtual_time.clock is not None:
+            virtual_time.clock.host_work("host norm", data.nbytes)
+        return 0.0
     return _chosen()[0].sum_of_squares(data, _threads(threads))
 
 
@@ -115,6 +135,19 @@ def to_bf16(source: Tensor, out: Tensor, threads: int | None = None) -> Tensor:
 def crc32(data: bytes | bytearray | memoryview, value: int = 0) -> int:
     """Return the same checksum as `zlib.crc32`."""
     return _chosen()[0].crc32(data, value)
+
+
+def crc32_blocks(data: bytes | bytearray | memoryview, block: int, value: int = 0) -> tuple[int, bytes]:
+    """Return what `crc32` returns, and the checksums of blocks of `block` bytes, each in four bytes, big-endian.
+
+    Each byte is processed once. The last block may be shorter.
+    """
+    return _chosen()[0].crc32_blocks(data, block, value)
+
+
+def crc32_combine(first: int, second: int, num_bytes: int) -> int:
+    """Return the checksum of bytes with the checksum `first`, followed by `num_bytes` bytes with `second`."""
+    return _chosen()[0].crc32_combine(first, second, num_bytes)
 
 
 def compiled() -> Library | None:

@@ -19,7 +19,7 @@ from shardwell.errors import ShardwellError
 from shardwell.kernels.rules import AdagradRule, AdamRule, LionRule, Rule, SgdRule
 from shardwell.kernels.update_args import Moments8bitArgs, OutOfPlaceState, SplitMaster, UpdateArgs
 
-ABI_VERSION = 6
+ABI_VERSION = 7
 NAME = "libshardwell_native.so"
 ISAS = ("scalar", "avx2", "avx512")  # the index is the number in the library, the best last
 
@@ -127,6 +127,10 @@ class Library:
         library.shardwell_to_bf16.restype = None
         library.shardwell_crc32.argtypes = [ctypes.c_uint32, _POINTER, _SIZE, _INT]
         library.shardwell_crc32.restype = ctypes.c_uint32
+        library.shardwell_crc32_blocks.argtypes = [ctypes.c_uint32, _POINTER, _SIZE, _SIZE, _POINTER, _INT]
+        library.shardwell_crc32_blocks.restype = ctypes.c_uint32
+        library.shardwell_crc32_combine.argtypes = [ctypes.c_uint32, ctypes.c_uint32, _SIZE]
+        library.shardwell_crc32_combine.restype = ctypes.c_uint32
         library.shardwell_stream.argtypes = [_POINTER, _POINTER, _POINTER, _SIZE, _INT, _INT]
         library.shardwell_stream.restype = None
 
@@ -153,8 +157,16 @@ class Library:
         self._library.shardwell_to_bf16(source.data_ptr(), out.data_ptr(), source.numel(), self._isa, threads)
 
     def crc32(self, data: bytes | bytearray | memoryview, value: int) -> int:
-        view = np.frombuffer(data, np.uint8)
-        return int(self._library.shardwell_crc32(value, view.ctypes.data, view.nbytes, self._isa))
+        return int(self._library.shardwell_crc32(value, _address(data), memoryview(data).nbytes, self._isa))
+
+    def crc32_blocks(self, data: bytes | bytearray | memoryview, block: int, value: int) -> tuple[int, bytes]:
+        size = memoryview(data).nbytes
+        sums = (ctypes.c_char * (-(-size // block) * 4))()
+        value = self._library.shardwell_crc32_blocks(value, _address(data), size, block, sums, self._isa)
+        return value, sums.raw
+
+    def crc32_combine(self, first: int, second: int, num_bytes: int) -> int:
+        return int(self._library.shardwell_crc32_combine(first, second, num_bytes))
 
     def code(self, name: str, call: QuantizedRows, threads: int) -> None:
         """Quantise rows, dequantise them, or dequantise and sum them."""
@@ -172,6 +184,14 @@ def find(folders: Iterable[str]) -> Path:
         if (path := Path(folder, NAME)).is_file():
             return path
     raise UnusableLibraryError(f"{NAME} was not built: install shardwell again where there is a C++ compiler")
+
+
+def _address(data: bytes | bytearray | memoryview) -> int:
+    """Return where bytes are in memory. numpy also takes those that are empty or read-only, but is slower."""
+    try:
+        return ctypes.addressof(ctypes.c_char.from_buffer(data))
+    except (TypeError, ValueError):
+        return int(np.frombuffer(data, np.uint8).ctypes.data)
 
 
 def _lowered(args: UpdateArgs) -> _UpdateArgs:

@@ -26,9 +26,9 @@ class Moment8bit:
     ndim = 1
 
     @classmethod
-    def zeros(cls, numel: int, *, is_second: bool) -> Moment8bit:
+    def zeros(cls, numel: int, *, is_second: bool, device: torch.device | str = "cpu") -> Moment8bit:
         blocks = cls.num_blocks(numel)
-        codes, exponents = (torch.zeros(size, dtype=torch.uint8, device="cpu") for size in (numel, blocks))
+        codes, exponents = (torch.zeros(size, dtype=torch.uint8, device=device) for size in (numel, blocks))
         return cls(codes, exponents, is_second)
 
     @staticmethod

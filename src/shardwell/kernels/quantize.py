@@ -19,7 +19,7 @@ from typing import Protocol, get_args
 import torch
 from torch import Tensor
 
-from shardwell import kernels
+from shardwell import kernels, virtual_time
 from shardwell.errors import ShardwellError
 from shardwell.kernels import quantize_host, quantize_reference
 from shardwell.kernels.quantized_format import (
@@ -72,7 +72,9 @@ class Codec:
         self._check("source", source, "out", out, out.device)
         if not out.is_contiguous():
             raise ShardwellError(f"out: found strides {list(out.stride())}, expected contiguous memory")
-        if out.numel() > 0 and not out.is_meta:
+        if out.is_meta:
+            virtual_time.touch(source, out)
+        elif out.numel() > 0:
             _kernels(self.kind, out.device).encode(self.kind, source, out)
 
     def decode(self, data: Tensor, out: Tensor) -> None:
@@ -81,7 +83,9 @@ class Codec:
         Values are rounded to bf16 and fp16 like in torch.
         """
         self._check("out", out, "data", data, data.device)
-        if out.numel() > 0 and not out.is_meta:
+        if out.is_meta:
+            virtual_time.touch(data, out)
+        elif out.numel() > 0:
             _kernels(self.kind, out.device).decode(self.kind, data, out)
 
     def decode_sum(self, data: Tensor, out: Tensor, factor: float = 1.0, *, add: bool = False) -> None:
@@ -93,7 +97,9 @@ class Codec:
             raise ShardwellError(f"data: found shape {list(data.shape)}, expected one message or more of whole rows")
         self._check("out", out, "data", data[0], data.device, torch.float32)
         check_alignment("data", data)
-        if out.numel() > 0 and not out.is_meta:
+        if out.is_meta:
+            virtual_time.touch(data, out)
+        elif out.numel() > 0:
             _kernels(self.kind, out.device).decode_sum(self.kind, data, out, factor, add)
 
     def error_bound(self, source: Tensor) -> Tensor:

@@ -29,7 +29,7 @@ def encode(kind: Kind, source: Tensor, out: Tensor) -> None:
         values = _blocks(source[..., span].float())
         upper = _upper_halves(kind, values)
         code = _codes(kind, values, _wide(upper)).flatten(-2)[..., : span.stop - span.start]
-        _bytes_of(kind, codes, span).copy_(_packed(code) if kind == "int4" else code)
+        _bytes_of(kind, codes, span).copy_(_packed(kind, code))
         first = 2 * (span.start // BLOCK)
         for place, part in enumerate((upper & 0xFF, upper >> 8)):
             scales[..., first + place : first + 2 * upper.shape[-1] : 2] = part
@@ -120,7 +120,10 @@ def _codes(kind: Kind, blocks: Tensor, scale: Tensor) -> Tensor:
     return scaled.round().to(torch.int8).view(torch.uint8)
 
 
-def _packed(codes: Tensor) -> Tensor:
+def _packed(kind: Kind, codes: Tensor) -> Tensor:
+    """Return codes of one byte each as the bytes of a row: the inverse of `_numbers`' first step."""
+    if kind != "int4":
+        return codes
     padded: Tensor = pad(codes, (0, codes.shape[-1] % 2))
     return padded[..., 0::2] & 15 | padded[..., 1::2] << 4
 
@@ -136,8 +139,11 @@ def _decoded(kind: Kind, data: Tensor, numel: int, span: slice) -> Tensor:
 
 
 def _numbers(kind: Kind, codes: Tensor) -> Tensor:
+    """Return the numbers that the bytes of a row stand for, in units of the scale."""
     if kind == "fp8":
         return codes.view(torch.float8_e4m3fn).float()
+    if kind == "int4":
+        return torch.stack(((codes & 15 ^ 8).int() - 8, (codes >> 4 ^ 8).int() - 8), -1).flatten(-2).float()
     if kind == "int8":
         return codes.view(torch.int8).float()
-    return torch.stack(((codes & 15 ^ 8).int() - 8, (codes >> 4 ^ 8).int() - 8), -1).flatten(-2).float()
+    raise AssertionError(f"no arithmetic for {kind}")

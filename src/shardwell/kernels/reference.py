@@ -10,6 +10,7 @@ The library gives the same bits, except for the payload of a NaN.
 
 from __future__ import annotations
 
+import functools
 import zlib
 from collections.abc import Iterator
 from dataclasses import replace
@@ -63,6 +64,19 @@ class Reference:
 
     def crc32(self, data: bytes | bytearray | memoryview, value: int) -> int:
         return zlib.crc32(data, value)
+
+    def crc32_blocks(self, data: bytes | bytearray | memoryview, block: int, value: int) -> tuple[int, bytes]:
+        view = memoryview(data).cast("B")
+        sums = bytearray()
+        for start in range(0, len(view), block):
+            part = view[start : start + block]
+            one = zlib.crc32(part)
+            value = self.crc32_combine(value, one, len(part))
+            sums += one.to_bytes(4, "big")
+        return value, bytes(sums)
+
+    def crc32_combine(self, first: int, second: int, num_bytes: int) -> int:
+        return _product(first, _power_of_bytes(num_bytes)) ^ second
 
 
 def _chunks(numel: int) -> Iterator[slice]:
@@ -193,3 +207,28 @@ def _to_odd(first: Tensor, second: Tensor, total: Tensor) -> Tensor:
 
 def _root(value: Tensor) -> Tensor:
     return value.double().sqrt().float()
+
+
+# Polynomials over two elements modulo that of crc32, as in native/polynomials.h.
+_POLYNOMIAL, _ONE = 0xEDB88320, 0x80000000
+
+
+def _product(first: int, second: int) -> int:
+    result = 0
+    while first:
+        if first & _ONE:
+            result ^= second
+        first = first << 1 & 0xFFFFFFFF
+        second = second >> 1 ^ (_POLYNOMIAL if second & 1 else 0)
+    return result
+
+
+@functools.lru_cache(maxsize=64)
+def _power_of_bytes(num_bytes: int) -> int:
+    """Return what a checksum is multiplied by when `num_bytes` more bytes follow: x^(8 * num_bytes)."""
+    result, square = _ONE, _ONE >> 8
+    while num_bytes:
+        if num_bytes & 1:
+            result = _product(result, square)
+        square, num_bytes = _product(square, square), num_bytes >> 1
+    return result

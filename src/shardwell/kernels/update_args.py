@@ -75,37 +75,50 @@ class UpdateArgs:
     new: OutOfPlaceState | None = None
 
     def __post_init__(self) -> None:
-        check("gradient", self.gradient, self.numel, *GRADIENTS)
-        _check_slot(self.master, self.state, self.numel)
+        home = home_of(self.master)
+        check("gradient", self.gradient, self.numel, *GRADIENTS, home=home)
+        _check_slot(self.master, self.state, self.numel, home)
         if self.new is not None:
-            _check_slot(*self.new, self.numel, "new ")
+            _check_slot(*self.new, self.numel, home, "new ")
             if _form(*self.new) != _form(self.master, self.state):
                 raise ShardwellError(
                     f"new: found {_form(*self.new)}, expected the form of the old: {_form(self.master, self.state)}"
                 )
         if self.out is not None:
-            check("out", self.out, self.numel, *_SIXTEEN)
+            check("out", self.out, self.numel, *_SIXTEEN, home=home)
 
     @property
     def numel(self) -> int:
         return self.gradient.numel()
 
+    @property
+    def num_bytes(self) -> int:
+        """The bytes of host memory that the update reads and writes."""
+        old = _num_bytes(self.master, self.state)  # read, and written there or to `new`
+        return self.gradient.nbytes + 2 * old + (0 if self.out is None else self.out.nbytes)
+
+
+def _num_bytes(master: Tensor | SplitMaster, state: tuple[Tensor, ...] | Moments8bitArgs) -> int:
+    parts = [*(master if isinstance(master, SplitMaster) else (master,))]
+    parts += [*state.codes, *state.exponents] if isinstance(state, Moments8bitArgs) else [*state]
+    return sum(part.nbytes for part in parts)
+
 
 def _check_slot(
-    master: Tensor | SplitMaster, state: tuple[Tensor, ...] | Moments8bitArgs, numel: int, prefix: str = ""
+    master: Tensor | SplitMaster, state: tuple[Tensor, ...] | Moments8bitArgs, numel: int, home: str, prefix: str = ""
 ) -> None:
     if isinstance(master, SplitMaster):
-        check(f"high half of the {prefix}master", master.high, numel, torch.bfloat16)
-        check(f"low half of the {prefix}master", master.low, numel, torch.int16)
+        check(f"high half of the {prefix}master", master.high, numel, torch.bfloat16, home=home)
+        check(f"low half of the {prefix}master", master.low, numel, torch.int16, home=home)
     else:
-        check(f"{prefix}master", master, numel, torch.float32)
+        check(f"{prefix}master", master, numel, torch.float32, home=home)
     if isinstance(state, Moments8bitArgs):
         for name, codes, exponents in zip(("first", "second"), state.codes, state.exponents, strict=True):
-            check(f"codes of the {prefix}{name} moment", codes, numel, torch.uint8)
-            check(f"exponents of the {prefix}{name} moment", exponents, -(-numel // BLOCK), torch.uint8)
+            check(f"codes of the {prefix}{name} moment", codes, numel, torch.uint8, home=home)
+            check(f"exponents of the {prefix}{name} moment", exponents, -(-numel // BLOCK), torch.uint8, home=home)
     else:
         for index, one in enumerate(state):
-            check(f"{prefix}state {index}", one, numel, torch.float32)
+            check(f"{prefix}state {index}", one, numel, torch.float32, home=home)
 
 
 def _form(master: Tensor | SplitMaster, state: tuple[Tensor, ...] | Moments8bitArgs) -> str:
@@ -113,10 +126,16 @@ def _form(master: Tensor | SplitMaster, state: tuple[Tensor, ...] | Moments8bitA
     return f"a master {'in halves' if isinstance(master, SplitMaster) else 'in fp32'} and {kept}"
 
 
-def check(name: str, tensor: Tensor, numel: int, *dtypes: torch.dtype) -> None:
+def home_of(tensor: Tensor | SplitMaster) -> str:
+    """Return the device on which a kernel expects all its tensors: the host's memory, or that of a simulation."""
+    first = tensor.high if isinstance(tensor, SplitMaster) else tensor
+    return "meta" if first.is_meta else "cpu"
+
+
+def check(name: str, tensor: Tensor, numel: int, *dtypes: torch.dtype, home: str = "cpu") -> None:
     """Raise if a kernel cannot take the tensor."""
     expected = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
-    if tensor.device.type != "cpu" or tensor.layout is not torch.strided:
+    if tensor.device.type != home or tensor.layout is not torch.strided:
         raise ShardwellError(
             f"{name}: found a {tensor.layout} tensor on {tensor.device}, expected a dense one in host memory: copy it"
         )

@@ -32,6 +32,15 @@ def all_host_bytes(root: Path = _ROOT) -> float:
     return min([float(psutil.virtual_memory().total), *limits])
 
 
+def free_disk_bytes(path: Path) -> int | None:
+    """Return the bytes that this user may still write; None if the path does not answer."""
+    try:
+        found = os.statvfs(path)
+    except OSError:
+        return None
+    return found.f_bavail * found.f_frsize
+
+
 def num_cores(root: Path = _ROOT) -> int:
     """Return the number of cores that this process and its peers may keep busy."""
     own = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

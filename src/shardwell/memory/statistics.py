@@ -8,17 +8,33 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from rich.table import Table
 
 
 class Tier(enum.Enum):
-    """The memory that bytes are stored in."""
+    """The memory that bytes are stored in, from the device down."""
 
     DEVICE = "device"
     HOST = "host"
     DISK = "disk"
 
     __hash__ = object.__hash__  # each member is one object; Enum's own hash is slow, and these are keys everywhere
+
+    @property
+    def words(self) -> str:
+        """The tier in a sentence: "2 GB on the host"."""
+        return "on disk" if self is Tier.DISK else f"on the {self.value}"
+
+    @property
+    def offload_device(self) -> str:
+        """The name of the tier as `device` of an offload block."""
+        return _OFFLOAD_DEVICES[self]
+
+
+_OFFLOAD_DEVICES = {Tier.DEVICE: "none", Tier.HOST: "cpu", Tier.DISK: "nvme"}
+TIERS_BY_NAME = {name: tier for tier, name in _OFFLOAD_DEVICES.items()}  # as offload blocks name them
 
 
 class StateKind(enum.Enum):
@@ -40,12 +56,23 @@ class MemoryReport:
     """Bytes on this rank, now and at the peak, by (state, unit, tier)."""
 
     now: dict[Entry, int]
-    peak: dict[Entry, int]  # all entries at the moment when their total was largest
+    peak: dict[Entry, int]  # of each tier, all entries at the moment when their total was largest
 
-    def total(self, state: StateKind | None = None, *, at_peak: bool = False) -> int:
-        """Return all bytes, or those of one state."""
+    def total(self, state: StateKind | None = None, *, tier: Tier | None = None, at_peak: bool = False) -> int:
+        """Return all bytes, or those of one state, of one tier, or of both.
+
+        At the peak of all tiers: each tier has a peak of its own, which need not be at the same moment.
+        """
         entries = self.peak if at_peak else self.now
-        return sum(size for (kind, _, _), size in entries.items() if state is None or kind is state)
+        return sum(
+            size
+            for (kind, _, place), size in entries.items()
+            if (state is None or kind is state) and (tier is None or place is tier)
+        )
+
+    def peaks(self) -> dict[Tier, int]:
+        """Return the most bytes of each tier; they need not be from the same moment."""
+        return {tier: self.total(tier=tier, at_peak=True) for tier in Tier}
 
     def by_unit(self) -> dict[str, int]:
         """Return the current bytes of each unit."""
@@ -68,7 +95,10 @@ class MemoryReport:
             )
             table.add_row(state.value, tier.value, human(now), human(peak))
         table.add_section()
-        table.add_row("all", "", human(self.total()), human(self.total(at_peak=True)))
+        for tier in Tier:
+            if self.total(tier=tier, at_peak=True):
+                now, peak = self.total(tier=tier), self.total(tier=tier, at_peak=True)
+                table.add_row("all", tier.value, human(now), human(peak))
         return table
 
     def __str__(self) -> str:
@@ -103,7 +133,14 @@ def render(table: Table) -> str:
 
 
 def as_html(table: Table) -> str:
-    """Return a rich table for notebooks, as preformatted text."""
+    """Return a rich table as HTML, for notebooks."""
     from html import escape
 
-    return f"<pre>{escape(render(table))}</pre>"
+    def row(cells: Iterable[object], tag: str) -> str:
+        styles = (f' style="text-align:{column.justify}"' for column in table.columns)
+        return "".join(f"<{tag}{style}>{escape(str(cell))}</{tag}>" for style, cell in zip(styles, cells, strict=True))
+
+    head = row((column.header for column in table.columns), "th")
+    rows = (f"<tr>{row(cells, 'td')}</tr>" for cells in zip(*(column.cells for column in table.columns), strict=True))
+    caption = escape(str(table.title or ""))
+    return f"<table><caption>{caption}</caption><tr>{head}</tr>{''.join(rows)}</table>"

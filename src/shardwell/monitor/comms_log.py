@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 
 from shardwell.config.monitoring import CommsLoggerConfig
 from shardwell.memory import Device
-from shardwell.memory.device import Moment
 from shardwell.memory.statistics import human, render
+from shardwell.memory.timing import Moment
 from shardwell.monitor.numbers import milliseconds, short
 from shardwell.parallel.traffic import TrafficKind, TrafficStats
 from shardwell.parallel.transport import ObservedWork, Work
@@ -77,7 +77,7 @@ class CommsLog:
         received = sum(self._traffic.received.values()) - before
         entry = LoggedCollective(name, token or "", received, issued, ready)
         self._open.append(entry)
-        if self._device.is_cuda:
+        if self._device.has_streams:
             entry.ended = self._device.moment(stream)
             return work
         return ObservedWork(work, _nothing, partial(self._end, entry))

@@ -32,8 +32,10 @@ class Display:
 
     def tick(self, step: int, total: int | None) -> None:
         """Show that a step has ended; the bar is drawn a few times a second at most."""
+        if not self._wants_bar:
+            return
         now, self._last = time.perf_counter(), (step, total)
-        if not self._wants_bar or (now - self._drawn < _REDRAW and step != total):
+        if now - self._drawn < _REDRAW and step != total:
             return
         self._drawn = now
         if self._bar is None:

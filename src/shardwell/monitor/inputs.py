@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
@@ -11,7 +11,7 @@ from torch import Tensor
 _TOKENS = ("input_ids", "tokens", "decoder_input_ids")
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class BatchSize:
     """Samples and tokens of some micro-steps on this rank, and the length of the last sequence."""
 
@@ -20,30 +20,28 @@ class BatchSize:
     length: int = 0
     last_samples: int = 0
 
-    def plus(self, other: BatchSize) -> BatchSize:
-        """Return the sum with one more micro-step."""
-        return BatchSize(
-            self.samples + other.samples, self.tokens + other.tokens, other.length or self.length, other.samples
-        )
-
-    @property
-    def last(self) -> BatchSize:
-        """The size of the last micro-step alone."""
-        return replace(self, samples=self.last_samples)
+    def add(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """Add one more micro-step."""
+        self.last_samples, length = size_of(args, kwargs)
+        self.samples += self.last_samples
+        self.tokens += self.last_samples * length
+        self.length = length or self.length
 
 
-def size_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> BatchSize:
-    """Return the size of one micro-step: the first dimension of an input; integers of two dimensions are tokens."""
+def size_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[int, int]:
+    """Return the samples of one micro-step, the first dimension of an input, and how many tokens each has, or 0.
+
+    Integers of two dimensions are tokens.
+    """
     named = next((kwargs[name] for name in _TOKENS if isinstance(kwargs.get(name), Tensor)), None)
     found = [named] if named is not None else _tensors((*args, *kwargs.values()))
     for tensor in found:
         if tensor.dim() == 2 and not tensor.is_floating_point() and not tensor.is_complex():
-            rows, length = tensor.shape
-            return BatchSize(rows, rows * length, length)
+            return tensor.shape[0], tensor.shape[1]
     for tensor in found:
         if tensor.dim():
-            return BatchSize(tensor.shape[0])
-    return BatchSize()
+            return tensor.shape[0], 0
+    return 0, 0
 
 
 def _tensors(values: tuple[Any, ...]) -> list[Tensor]:

@@ -21,7 +21,7 @@ from shardwell.monitor.comms_log import CommsLog
 from shardwell.monitor.display import Display
 from shardwell.monitor.flops import flops_per_token, peak_flops
 from shardwell.monitor.flops_profile import FlopCount
-from shardwell.monitor.inputs import BatchSize, loss_in, size_of
+from shardwell.monitor.inputs import BatchSize, loss_in
 from shardwell.monitor.numbers import counted, duration, short
 from shardwell.monitor.phases import Phases, phases_line
 from shardwell.monitor.records import PREFIX, Output, StepRecord, StepValues
@@ -74,6 +74,7 @@ class Monitor:
         self._rate: float | None = None
         self._size = BatchSize()  # of the micro-steps since the last report
         self._flops: float | None = None  # of a token
+        self._profiled_samples = 0  # of the forward whose FLOPs were counted
         self._profile = FlopCount(engine.module) if config.flops_profiler.enabled else None
         self.phases = Phases(device) if config.wall_clock_breakdown else None
         self.comms = CommsLog(config.comms_logger, device, traffic) if config.comms_logger.enabled else None
@@ -89,11 +90,11 @@ class Monitor:
         if not torch.is_grad_enabled():
             return
         self._take_shown_loss()
-        self._size = self._size.plus(size_of(args, kwargs))
-        profile = self._profile
-        is_due = engine.global_steps + 1 >= self._config.flops_profiler.profile_step
-        if profile is not None and is_due and not profile.by_module and not profile.is_open:
-            profile.begin()
+        self._size.add(args, kwargs)
+        if (profile := self._profile) is not None:
+            is_due = engine.global_steps + 1 >= self._config.flops_profiler.profile_step
+            if is_due and not profile.by_module and not profile.is_open:
+                profile.begin()
 
     def _forward_ends(self, engine: Any, args: Any, output: Any) -> None:
         if self._profile is not None and self._profile.is_open:
@@ -101,13 +102,15 @@ class Monitor:
             self._show_profile(self._profile)
         if torch.is_grad_enabled():
             self._mark("forward")
-            self._shown = loss_in(output)
+            self._shown = loss_in(output) if self._wants_losses(engine) else None
 
     def backward_begins(self, loss: Tensor, *, is_divided: bool) -> None:
         """Note the loss of a micro-step; `is_divided`: by the accumulation steps."""
         self._mark("other")
         self._sums_losses, self._shown = is_divided, None
-        self._losses.append(loss.detach().reshape(()))
+        engine = self._engine()
+        if engine is not None and self._wants_losses(engine):
+            self._losses.append(loss.detach().reshape(()))
 
     def backward_ends(self) -> None:
         """Note the end of `engine.backward`."""
@@ -116,7 +119,7 @@ class Monitor:
     def batch_ends(self, batches: Iterable[Any], loss: Tensor) -> None:
         """Note the micro-batches of a pipeline's step and their average loss, when all its passes have ended."""
         for batch in batches:
-            self._size = self._size.plus(size_of((batch,), {}))
+            self._size.add((batch,), {})
         self._losses.append(loss.detach().reshape(()))
         self._mark("forward and backward")
 
@@ -124,7 +127,16 @@ class Monitor:
         """Note that gradients are applied. After a plain `loss.backward()` this is the end of the backward, too."""
         self._take_shown_loss()
         engine = self._engine()
-        self._rate = None if engine is None else next(iter(engine.get_lr()), None)  # before the schedule's step
+        if engine is not None and self._is_kept(engine.global_steps + 1):
+            self._rate = next(iter(engine.get_lr()), None)  # before the schedule's step
+
+    def _wants_losses(self, engine: WatchedEngine) -> bool:
+        """Whether to note the loss of a micro-step: for a step that is kept, or to tell a backward from other time."""
+        return self.phases is not None or self._is_kept(engine.global_steps + 1)
+
+    def _is_kept(self, step: int) -> bool:
+        """Whether values of a step are wanted: a line shows those of its last step, and files have all."""
+        return step % self._interval == 0 or bool(self._output.writers)
 
     def _take_shown_loss(self) -> None:
         """End what follows a forward: it was the backward, if `engine.backward` was not called and a loss is known."""
@@ -141,24 +153,23 @@ class Monitor:
         if engine is None:
             return
         self._mark("step")
-        is_scaled = engine.optimizer is not None and self._config.fp16.enabled
-        scaled = engine.optimizer.loss_scale if is_scaled else None  # `DeepSpeedEngine.loss_scale` is a method
-        norm = None if engine.optimizer is None else engine.optimizer.global_norm()
-        self._output.waiting.append(
-            StepRecord(
-                engine.global_steps,
-                engine.global_samples,
-                self._losses,
-                self._sums_losses,
-                norm,
-                self._rate,
-                scaled,
-            )
-        )
-        self._losses = []
-        if engine.global_steps % self._interval == 0:
+        step = engine.global_steps
+        if self._is_kept(step):
+            self._keep(engine, step)
+        self._losses.clear()
+        if step % self._interval == 0:
             self._report(engine)
-        self._output.display.tick(engine.global_steps, self.total_steps)
+        self._output.display.tick(step, self.total_steps)
+
+    def _keep(self, engine: WatchedEngine, step: int) -> None:
+        """Keep the values of a step until they are read."""
+        optimizer = engine.optimizer
+        norm = None if optimizer is None else optimizer.global_norm()
+        is_scaled = optimizer is not None and self._config.fp16.enabled
+        scaled = optimizer.loss_scale if is_scaled else None  # `DeepSpeedEngine.loss_scale` is a method
+        losses = tuple(self._losses)
+        record = StepRecord(step, engine.global_samples, losses, self._sums_losses, norm, self._rate, scaled)
+        self._output.waiting.append(record)
 
     def _mark(self, phase: str) -> None:
         if self.phases is not None:
@@ -169,6 +180,11 @@ class Monitor:
     def write_events(self, events: Iterable[MetricEvent]) -> None:
         """Write metrics of your own, as (name, value, x), to all places that the configuration names."""
         self._output.write((name, float(value), int(place)) for name, value, place in events)
+
+    def write_steps(self) -> None:
+        """Write the steps that wait for the next report to the files now. This waits for the device."""
+        if self._output.writers and self._output.waiting:
+            self._output.read()
 
     def close(self) -> None:
         """Write what waits, and close files and bar."""
@@ -219,11 +235,9 @@ class Monitor:
 
     def _flops_done(self, size: BatchSize) -> float:
         """Return the model FLOPs since the last report: as profiled, or as they follow from the parameters."""
-        if self._profile is not None and self._profile.total and self._profile_size.samples:
-            return 3.0 * self._profile.total * size.samples / self._profile_size.samples
+        if self._profile is not None and self._profile.total and self._profiled_samples:
+            return 3.0 * self._profile.total * size.samples / self._profiled_samples
         return (self._flops or 0.0) * size.tokens
-
-    _profile_size = BatchSize()
 
     def _line(self, engine: WatchedEngine, last: StepValues, seconds: float, speed: Mapping[str, float]) -> str:
         total = self.total_steps
@@ -260,7 +274,7 @@ class Monitor:
         return ", ".join(words)
 
     def _show_profile(self, profile: FlopCount) -> None:
-        self._profile_size, block = self._size.last, self._config.flops_profiler
+        self._profiled_samples, block = self._size.last_samples, self._config.flops_profiler
         text = profile.report(
             depth=block.module_depth,
             top=block.top_modules,

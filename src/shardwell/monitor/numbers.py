@@ -38,3 +38,8 @@ def duration(seconds: float) -> str:
 def milliseconds(seconds: float) -> str:
     """Return a short time in milliseconds."""
     return f"{short(1e3 * seconds)} ms"
+
+
+def plural(count: int, word: str) -> str:
+    """Return a count with its word: 1 step, 2 steps."""
+    return f"{count} {word}" + ("" if count == 1 else "s")

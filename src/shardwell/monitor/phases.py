@@ -6,10 +6,10 @@ Each mark ends an interval. Marks are moments of the device's stream, read when 
 from __future__ import annotations
 
 from shardwell.memory import Device
-from shardwell.memory.device import Moment
+from shardwell.memory.timing import Moment
 from shardwell.monitor.numbers import milliseconds
 
-PHASES = ("forward", "backward", "step", "other")
+PHASES = ("forward", "backward", "forward and backward", "step", "other")  # the third: of a pipeline, whose passes mix
 
 
 class Phases:
@@ -25,9 +25,9 @@ class Phases:
 
     def take(self) -> dict[str, float]:
         """Return the seconds of each phase, and begin anew. This waits for the device."""
-        seconds = dict.fromkeys(PHASES, 0.0)
+        seconds: dict[str, float] = {}
         for (_, before), (phase, mark) in zip(self._marks, self._marks[1:], strict=False):
-            seconds[phase] += mark.since(before)
+            seconds[phase] = seconds.get(phase, 0.0) + mark.since(before)
         self._marks = self._marks[-1:]
         return seconds
 
@@ -35,5 +35,9 @@ class Phases:
 def phases_line(seconds: dict[str, float], steps: int) -> str:
     """Return the mean times of a step."""
     total = sum(seconds.values()) or 1.0
-    parts = (f"{name} {milliseconds(seconds[name] / steps)} ({seconds[name] / total:.0%})" for name in PHASES)
+    parts = (
+        f"{name} {milliseconds(seconds[name] / steps)} ({seconds[name] / total:.0%})"
+        for name in PHASES
+        if name in seconds
+    )
     return f"  time of a step: {', '.join(parts)}"

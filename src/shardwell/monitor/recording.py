@@ -10,12 +10,13 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from shardwell import spans as reports
 from shardwell.memory import Device
-from shardwell.memory.device import Moment
+from shardwell.memory.timing import Moment
+from shardwell.monitor.numbers import plural
 from shardwell.monitor.timeline import ROOT, Span, Timeline
 from shardwell.parallel.traffic import TrafficKind, TrafficStats
 from shardwell.parallel.transport import ObservedWork, Work
@@ -85,7 +86,7 @@ class TimedTrace(Trace):
         unit = (token or "").partition(" ")[2].partition("#")[0] or ROOT
         entry = _Collective(row, unit, sum(self._traffic.received.values()) - before, issued, ready)
         self._collectives.append(entry)
-        if self._device.is_cuda:
+        if self._device.has_streams:
             entry.ended = self._device.moment(stream)
 
         def waits() -> None:
@@ -96,9 +97,9 @@ class TimedTrace(Trace):
 
         return ObservedWork(work, waits, waited)
 
-    def span(self, row: str, name: str, begin: float, end: float) -> None:
+    def span(self, row: str, name: str, begin: float, end: float, num_bytes: int = 0) -> None:
         """Take a span of the host, on any thread."""
-        self._spans.append(Span(row, name, begin - self._host_zero, end - self._host_zero))
+        self._spans.append(Span(row, name, begin - self._host_zero, end - self._host_zero, num_bytes))
 
     def transfer(self, is_write: bool, num_bytes: int, transfer: object) -> None:
         """Take a transfer from or to disk."""
@@ -106,10 +107,14 @@ class TimedTrace(Trace):
 
     # ---------------------------------------------------------------------------------------------------- the timeline
 
+    def _repr_html_(self) -> str:
+        """Return the picture of the timeline for notebooks; while the recording lasts, the tokens so far."""
+        return super()._repr_html_() if self.timeline is None else self.timeline._repr_html_()
+
     def finish(self, rank: int, copies: list[Span]) -> Timeline:
         """Return the timeline. This waits for the device."""
         seconds = self._device.moment().since(self._zero)
-        waits = [*self._waits(), *(span for span in self._spans if span.row == "wait")]
+        waits = _one_at_a_time([*self._waits(), *(span for span in self._spans if span.row == "wait")])
         found = [
             *self._computed(seconds, waits),
             *waits,
@@ -126,10 +131,10 @@ class TimedTrace(Trace):
         steps = max(1, self._num_steps())
         notes = (
             ()
-            if self._device.is_cuda
+            if self._device.has_streams
             else ("On CPU ranks a collective is drawn from its start to the end of the wait for it.",)
         )
-        self.timeline = Timeline(tuple(inside), seconds, steps, rank, f"{steps} step(s) of rank {rank}", notes)
+        self.timeline = Timeline(tuple(inside), seconds, steps, rank, f"{plural(steps, 'step')} of rank {rank}", notes)
         return self.timeline
 
     def _num_steps(self) -> int:
@@ -178,8 +183,10 @@ class TimedTrace(Trace):
     def _moved(self, one: _Collective) -> Span:
         end = self._end(one)
         assert end is not None
-        begin = max(one.issued.since(self._zero), one.ready.since(self._zero))
-        return Span(one.row, f"{one.row} {one.unit}", begin, end.since(self._zero), one.num_bytes)
+        # The loop's stream may reach its mark after another stream has moved everything: a prefetch waits for nothing.
+        ended = end.since(self._zero)
+        begin = min(max(one.issued.since(self._zero), one.ready.since(self._zero)), ended)
+        return Span(one.row, f"{one.row} {one.unit}", begin, ended, one.num_bytes)
 
     def _on_disk(self) -> Iterator[Span]:
         for begin, is_write, num_bytes, transfer in self._transfers:
@@ -187,10 +194,21 @@ class TimedTrace(Trace):
             yield Span("disk", "write" if is_write else "read", begin, begin + float(transfer.seconds), num_bytes)
 
 
+def _one_at_a_time(waits: list[Span]) -> list[Span]:
+    """Return waits without what an earlier one covers: the host and the loop's stream may wait at the same time."""
+    found: list[Span] = []
+    upto = 0.0
+    for wait in sorted(waits, key=lambda one: (one.begin, one.end)):
+        if wait.end > max(wait.begin, upto):
+            found.append(replace(wait, begin=max(wait.begin, upto)))
+            upto = wait.end
+    return found
+
+
 def _without(span: Span, waits: list[Span]) -> Iterator[Span]:
     """Yield the parts of a span in which nothing was waited for."""
     begin = span.begin
-    for wait in sorted(waits, key=lambda one: one.begin):
+    for wait in waits:
         if wait.end <= begin or wait.begin >= span.end:
             continue
         if wait.begin > begin:
@@ -223,7 +241,7 @@ def timed_recording(
 def _copies(device: Device) -> Iterator[list[Span]]:
     """Yield a list that has the copies between host and device when the block has ended; it stays empty on a CPU."""
     found: list[Span] = []
-    if not device.is_cuda:
+    if not device.has_streams:
         yield found
         return
     from torch.profiler import ProfilerActivity, profile, record_function

@@ -14,7 +14,7 @@ from shardwell.monitor.writers import MetricEvent, MetricWriter
 PREFIX = "Train/Samples/"  # as DeepSpeed names its metrics: their x-axis is the number of samples
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class StepRecord:
     """One optimizer step: numbers that the host knows, and tensors that it has not read yet."""
 

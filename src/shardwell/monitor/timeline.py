@@ -81,7 +81,7 @@ class Timeline:
         return [text for _, text in sorted(lines, reverse=True)[:most]]
 
     def __str__(self) -> str:
-        head = f"{self.title or 'timeline'}: {self.steps} step(s), {milliseconds(self.seconds / self.steps)} each"
+        head = f"{self.title or 'timeline'}: {milliseconds(self.seconds / self.steps)} a step"
         rows = [f"  {row:15}{self.busy(row) / self.seconds:6.1%} of the time" for row in ROWS if self.of(row)]
         reasons = [f"  {number}. {text}" for number, text in enumerate(self.reasons(), start=1)]
         return "\n".join([head, *rows, "largest parts of a step:", *reasons, *(f"  {note}" for note in self.notes)])
@@ -110,7 +110,8 @@ class Timeline:
 
     def save(self, folder: str | Path, name: str = "timeline") -> list[Path]:
         """Write NAME.html, NAME.json (for Perfetto) and, where matplotlib is installed, NAME.png; return the files."""
-        from shardwell.monitor.timeline_pictures import draw, page
+        from shardwell.monitor.timeline_page import page
+        from shardwell.monitor.timeline_pictures import draw
 
         place = Path(folder)
         place.mkdir(parents=True, exist_ok=True)

@@ -46,7 +46,7 @@ def writers_for(config: Config) -> list[MetricWriter]:
 
 
 class CsvWriter:
-    """One file for each name, such as Train_Samples_train_loss.csv: a header, then a row for each event."""
+    """One file for each name, such as Train_Samples_train_loss.csv: a header (step,train_loss), then a row an event."""
 
     def __init__(self, config: CsvMonitorConfig) -> None:
         self._folder = _folder(config.output_path or "csv_monitor", config.job_name, "csv_monitor")
@@ -67,7 +67,7 @@ class CsvWriter:
             is_new = not path.exists() or path.stat().st_size == 0
             self._files[name] = path.open("a", newline="", encoding="utf-8")
             if is_new:
-                csv.writer(self._files[name]).writerow(["step", name])
+                csv.writer(self._files[name]).writerow(["step", name.rpartition("/")[2]])
         return self._files[name]
 
     def close(self) -> None:

@@ -11,8 +11,7 @@ from torch import nn
 
 from shardwell.config import Config
 from shardwell.memory import Device, Tier
-from shardwell.memory.limits import free_host_bytes
-from shardwell.offload.disk_file import free_bytes
+from shardwell.memory.machine import Machine
 from shardwell.sharding import EngineContext, released
 from shardwell.sharding.init_parameters import InitParameter
 
@@ -35,14 +34,14 @@ def tier_budgets(
     budget, device = config.shardwell.memory, context.device
     local_world_size = context.roles.all.rank_group.local_world_size
     held = held_bytes(parameters, device)
-    above = (device.available_bytes() + held[Tier.DEVICE]) * budget.device if device.is_cuda else float(floor)
-    available = free_host_bytes(local_world_size) * budget.host
+    above = (device.available_bytes() + held[Tier.DEVICE]) * budget.device if device.has_device_memory else float(floor)
+    available = device.machine.free_host_bytes(local_world_size) * budget.host
     if not device.has_device_memory:  # what must be on the device is in the same memory
         available = max(0.0, available - local_world_size * (floor + unsharded))
     found = {
         Tier.DEVICE: _or(budget.device, above),
         Tier.HOST: _or(budget.host, available + local_world_size * held[Tier.HOST]) / local_world_size,
-        Tier.DISK: _or(budget.disk, budget.disk * free_on(paths)) / local_world_size,
+        Tier.DISK: _or(budget.disk, budget.disk * free_on(paths, device.machine)) / local_world_size,
     }
     if device.is_meta:
         return found
@@ -61,23 +60,25 @@ def held_bytes(parameters: Iterable[nn.Parameter], device: Device) -> Counter[Ti
         owner = released.owner_of(parameter) if released.is_owned(parameter) else None
         if isinstance(owner, InitParameter):
             tier, size = owner.tier_and_bytes
-            found[tier if device.is_cuda or tier is Tier.DISK else Tier.HOST] += size
+            found[tier if device.has_device_memory or tier is Tier.DISK else Tier.HOST] += size
         elif owner is None and not parameter.is_meta:
-            found[Tier.DEVICE if parameter.is_cuda else Tier.HOST] += parameter.nbytes
+            found[Tier.DEVICE if device.is_on_device(parameter) else Tier.HOST] += parameter.nbytes
     return found
 
 
-def bytes_by_path(num_bytes: int, paths: Sequence[Path]) -> list[tuple[Path, int]]:
-    """Return the bytes that go to the file system of each path.
+def bytes_by_path(num_bytes: int, paths: Sequence[Path], machine: Machine) -> list[tuple[Path, int]]:
+    """Return the bytes that go to the file system of each path; in a simulation all paths are on one.
 
     A path that does not exist is left out, for the code that opens it to report.
     """
+    if machine.ranks is not None:
+        return [(path, num_bytes) for path in paths]
     drives = Counter(os.stat(path).st_dev for path in paths if path.exists())
     return [(p, num_bytes * drives[os.stat(p).st_dev] // len(paths)) for p in paths if p.exists()]
 
 
-def free_on(paths: Sequence[Path]) -> float:
+def free_on(paths: Sequence[Path], machine: Machine) -> float:
     """Return the bytes that fit when they are striped over the paths; infinite if the free space of none is known."""
     unit = 1 << 40
-    available_bytes = [(free_bytes(path), part) for path, part in bytes_by_path(unit, paths)]
+    available_bytes = [(machine.free_disk_bytes(path), part) for path, part in bytes_by_path(unit, paths, machine)]
     return min((unit * free / part for free, part in available_bytes if free is not None), default=float("inf"))

@@ -6,7 +6,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from shardwell.memory.limits import num_cores
+from shardwell.memory.machine import current_machine
 
 _SYSTEM = Path("/sys")
 _LEFT = 2  # for the thread that launches, and for a data loader
@@ -33,7 +33,7 @@ def update_cores(
     place, num = list(sharers).index(rank), len(sharers)
     share = near[place * len(near) // num : (place + 1) * len(near) // num] or near[:1]
     if allowed is None:
-        share = share[: max(1, num_cores() // len(nodes))]  # a container may have fewer than it sees
+        share = share[: max(1, current_machine().num_cores() // len(nodes))]  # a container may have fewer than it sees
     return share[:-_LEFT] if len(share) > _LEFT else share[:1]
 
 

@@ -18,15 +18,27 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
+import torch
 from torch import Tensor
 
 from shardwell import spans
 from shardwell.errors import ShardwellError
 from shardwell.kernels.io import SECTOR, IoOutcome, IoPart, IoQueue, IoRequest
+from shardwell.memory.machine import current_machine
 from shardwell.memory.statistics import human
 from shardwell.offload.disk_file import DiskFile, rounded
-from shardwell.offload.disk_queue import AioSettings, IoEngineChoice, aligned, check, choose, open_queue, settle
+from shardwell.offload.disk_queue import (
+    AioSettings,
+    IoEngineChoice,
+    SimulatedQueue,
+    aligned,
+    check,
+    choose,
+    open_queue,
+    settle,
+)
 from shardwell.spans import waiting
+from shardwell.virtual_time.virtual_clock import LanePoint
 
 __all__ = ["AioSettings", "DiskExtent", "DiskTier", "DiskTransfer", "aligned"]
 
@@ -78,6 +90,9 @@ class DiskTransfer:
         self._about = about  # the arguments of `check`, for the error message
         self._memory: Tensor | None = memory  # stays alive as long as the disks access it
         self._request: IoRequest | None = request
+        self.point: LanePoint | None = getattr(
+            request, "point", None
+        )  # in a simulation with virtual time: when it ends
         self._outcome: IoOutcome | None = None
         self._is_stuck = False
 
@@ -127,7 +142,10 @@ class DiskTransfer:
     def _note(self, outcome: IoOutcome) -> None:
         if outcome.is_done:
             self._outcome = outcome  # first: another thread may read it
-            self._request = self._memory = None
+            if self.point is None:
+                self._request = self._memory = None
+        elif self.point is not None:
+            self._outcome = None  # a simulated thread may be at an earlier time than the one that asked before
 
 
 class DiskTier:
@@ -135,6 +153,8 @@ class DiskTier:
 
     def __init__(self, paths: Sequence[str | os.PathLike[str]], settings: AioSettings | None = None) -> None:
         self.settings = settings or AioSettings()
+        self.is_simulated = current_machine().ranks is not None
+        self.num_read = self.num_written = 0  # bytes since the tier was opened
         self.tell: Tell | None = None  # is called with an error before it is raised, on any thread
         self.paths = tuple(Path(path) for path in paths)
         if not self.paths:
@@ -142,9 +162,13 @@ class DiskTier:
         self._files: list[DiskFile] = []
         try:
             for path in self.paths:
-                self._files.append(DiskFile(path))
-            self.choice: IoEngineChoice = choose(self.paths, self.settings)
-            self._queue = open_queue(self.choice.engine, len(self.paths), self.settings)
+                self._files.append(DiskFile(path, is_simulated=self.is_simulated))
+            if self.is_simulated:
+                self.choice = IoEngineChoice("none", "the drives are simulated")
+                self._queue: IoQueue = SimulatedQueue()
+            else:
+                self.choice = choose(self.paths, self.settings)
+                self._queue = open_queue(self.choice.engine, len(self.paths), self.settings)
         except BaseException:
             for file in self._files:
                 file.close()
@@ -163,6 +187,10 @@ class DiskTier:
     def is_direct(self) -> bool:
         """Whether all paths bypass the page cache."""
         return all(file.is_direct for file in self._files)
+
+    def memory(self, num_bytes: int) -> Tensor:
+        """Return uninitialised bytes of host memory that the disks can copy to and from."""
+        return torch.empty(num_bytes, dtype=torch.uint8, device="meta") if self.is_simulated else aligned(num_bytes)
 
     def allocate(self, num_bytes: int) -> DiskExtent:
         """Reserve space for that many bytes, without filling it. A full disk raises an error and changes nothing."""
@@ -224,8 +252,12 @@ class DiskTier:
     ) -> DiskTransfer:
         with self._lock:
             self._check_extent(extent)
-            size = _check(is_write, extent, start, memory)
+            size = _check(is_write, extent, start, memory, "meta" if self.is_simulated else "cpu")
             address = memory.data_ptr()
+            if is_write:
+                self.num_written += size
+            else:
+                self.num_read += size
             parts = [
                 IoPart(offset, address + at, length, self._files[lane].descriptor, lane)
                 for lane, offset, at, length in extent.places(start, size)
@@ -273,11 +305,11 @@ def _share(num_bytes: int, stripe: int, place: int, num_places: int) -> int:
     return share - (num_stripes * stripe - rounded(num_bytes) if is_last else 0)
 
 
-def _check(is_write: bool, extent: DiskExtent, start: int, memory: Tensor) -> int:
+def _check(is_write: bool, extent: DiskExtent, start: int, memory: Tensor, home: str) -> int:
     """Return the size of a transfer; raise if the disks cannot do it."""
     size = memory.numel() * memory.element_size()
     end = start + size
-    if memory.device.type != "cpu" or not memory.is_contiguous():
+    if memory.device.type != home or not memory.is_contiguous():
         raise ShardwellError(f"memory: found a tensor on {memory.device}, expected a contiguous one in host memory")
     if size and memory.data_ptr() % SECTOR:
         raise ShardwellError(f"memory: its address is no multiple of {SECTOR}; take it from aligned()")

@@ -17,6 +17,7 @@ from pathlib import Path
 
 from shardwell.errors import ShardwellError
 from shardwell.kernels.io import ENDED_EARLY, SECTOR
+from shardwell.memory.machine import current_machine
 from shardwell.memory.statistics import human
 
 _MEMORY_FILE_SYSTEMS = ("tmpfs", "ramfs")
@@ -47,11 +48,7 @@ def disk_error(path: Path, doing: str, error: int) -> ShardwellError:
 
 def free_bytes(path: Path) -> int | None:
     """Return the bytes that this user may still write; None if the path does not answer."""
-    try:
-        found = os.statvfs(path)
-    except OSError:
-        return None
-    return found.f_bavail * found.f_frsize
+    return current_machine().free_disk_bytes(path)
 
 
 class DiskFile:
@@ -60,10 +57,14 @@ class DiskFile:
     descriptor: int
     is_direct: bool  # reads and writes bypass the page cache
 
-    def __init__(self, directory: str | os.PathLike[str]) -> None:
+    def __init__(self, directory: str | os.PathLike[str], *, is_simulated: bool = False) -> None:
         self.path = Path(directory)
         self.size = 0
         self._vacant: list[tuple[int, int]] = []  # (offset, size), sorted; no region touches another or the end
+        self._is_simulated = is_simulated  # there is no file, and only sizes are counted
+        if is_simulated:
+            self.descriptor, self.is_direct = -1, True
+            return
         try:
             self.descriptor = _open_unnamed(self.path)
         except OSError as error:
@@ -99,7 +100,8 @@ class DiskFile:
         if sum(merged[-1]) == self.size:
             self.size, _ = merged.pop()
             with contextlib.suppress(OSError):  # the space is only returned later
-                os.ftruncate(self.descriptor, self.size)
+                if not self._is_simulated:
+                    os.ftruncate(self.descriptor, self.size)
         self._vacant = merged
 
     def close(self) -> None:
@@ -114,6 +116,9 @@ class DiskFile:
         free = free_bytes(self.path)
         if free is not None and more > free:  # the system would fill the disk before it reports the error
             raise disk_error(self.path, doing, errno.ENOSPC)
+        if self._is_simulated:
+            self.size = size
+            return
         try:
             os.posix_fallocate(self.descriptor, self.size, more)
         except OSError as error:

@@ -18,15 +18,17 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from shardwell import virtual_time
 from shardwell.errors import ShardwellError
 from shardwell.kernels import io
 from shardwell.kernels.io import SECTOR, IoLibrary, IoOutcome, IoPart, IoQueue, IoQueueShape, IoRequest
 from shardwell.kernels.io_reference import ThreadQueue
 from shardwell.kernels.library import UnusableLibraryError
 from shardwell.memory.device import Device
-from shardwell.memory.limits import free_host_bytes
+from shardwell.memory.machine import current_machine
 from shardwell.memory.statistics import human
 from shardwell.offload.disk_file import DiskFile, disk_error, free_bytes, rounded
+from shardwell.virtual_time.virtual_clock import LanePoint, VirtualClock
 
 ENGINES = ("io_uring", "threads", "python")
 JOBS = ("read", "write", "mixed")  # mixed: as many reads as writes, at the same time
@@ -71,6 +73,39 @@ class IoEngineChoice:
 
     engine: str
     why: str
+
+
+class SimulatedQueue:
+    """A queue of a simulation: nothing is moved. Without virtual time every request is done when it is submitted."""
+
+    def submit(self, is_write: bool, parts: Sequence[IoPart], *, urgent: bool = False) -> IoRequest:
+        """Return a request that is done, or will be at a time of the clock."""
+        clock = virtual_time.clock
+        if clock is None:
+            return SimulatedRequest()
+        size, begin = sum(part.size for part in parts), clock.thread.at
+        return SimulatedRequest(clock, clock.disk(size, is_write=is_write, urgent=urgent), begin)
+
+    def close(self) -> None:
+        """Do nothing: nothing is in flight."""
+
+
+@dataclass(frozen=True)
+class SimulatedRequest:
+    """A request of a simulation, which ends at a time."""
+
+    clock: VirtualClock | None = None
+    point: LanePoint | None = None
+    begin: float = 0.0
+
+    def wait(self, milliseconds: int) -> IoOutcome:
+        """Return the outcome; with a limit above 0, let the current thread wait until the request has ended."""
+        if self.clock is None or self.point is None:
+            return IoOutcome(True, 0)
+        thread, point = self.clock.thread, self.point
+        if milliseconds > 0:
+            thread.take_over(point.lane, point.time)
+        return IoOutcome(point.time <= thread.at, 0, seconds=point.time - self.begin)
 
 
 def aligned(num_bytes: int, device: Device | None = None) -> Tensor:
@@ -165,7 +200,7 @@ def choose(paths: Sequence[Path], settings: AioSettings) -> IoEngineChoice:
 def _faster(paths: Sequence[Path], settings: AioSettings) -> IoEngineChoice:
     if any((free_bytes(path) or 0) < 4 * _TRIAL_BYTES for path in paths):
         return IoEngineChoice("io_uring", f"not measured: less than {human(4 * _TRIAL_BYTES)} are free")
-    if free_host_bytes() < _FREE_FOR_TRIAL:
+    if current_machine().free_host_bytes() < _FREE_FOR_TRIAL:
         return IoEngineChoice("io_uring", f"not measured: less than {human(_FREE_FOR_TRIAL)} of host memory are free")
     found = measure(paths, settings, _TRIAL_BYTES, ("io_uring", "threads"), ["mixed"])
     return IoEngineChoice(fastest(found), "; ".join(f"{engine} {told(speeds)}" for engine, speeds in found.items()))

@@ -7,7 +7,6 @@ for them.
 from __future__ import annotations
 
 import contextlib
-import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -18,10 +17,11 @@ from torch import Tensor
 
 from shardwell import kernels
 from shardwell.memory import Event, StateKind, Tier
-from shardwell.memory.device import AllOf, Waitable
+from shardwell.memory.timing import AllOf, Waitable
+from shardwell.memory.virtual_streams import gate
 from shardwell.offload.disk import DiskTransfer
 from shardwell.offload.grad_swap import GradientSwapper, SwappedGradients
-from shardwell.offload.staging import ByteThrottle, PinnedAllocator, StagingPool
+from shardwell.offload.staging import PinnedAllocator, StagingPool, throttle
 from shardwell.offload.worker import TaskHandle, Worker
 from shardwell.sharding import EngineContext, ShardedGroup, Unit
 from shardwell.sharding.spec import ReduceAt
@@ -54,9 +54,9 @@ class GradientOffloader:
         self.largest = max(
             sum(_param_bytes(group) for group in unit.trainable if group.is_stepped_on_host) for unit in units
         )
-        self._ahead = threading.Semaphore(max(1, num_slots - 2))  # units to copy to the host before they are updated
-        self._copier = Worker("shardwell gradient copies", gate=self._ahead)
-        self._throttle = ByteThrottle(max(2 * self.largest, int(_THROTTLE_SHARE * context.device.capacity_bytes())))
+        self._ahead = gate(max(1, num_slots - 2))  # units to copy to the host before they are updated
+        self._copier = Worker("shardwell gradient copies", gate=self._ahead, turns=worker.turns)
+        self._throttle = throttle(max(2 * self.largest, int(_THROTTLE_SHARE * context.device.capacity_bytes())))
         self._slots = StagingPool(self.pinned, num_slots, self.largest)  # for the copy thread
         self._inbox = StagingPool(self.pinned, num_slots, self.largest)  # for the training loop: gradients to be added
         self._kept: dict[str, Tensor] = {}  # by unit: pinned memory for gradients that wait
@@ -98,11 +98,12 @@ class GradientOffloader:
         """Take a unit's averaged gradients. Those of a unit that `waits` for the norm are copied to the host now."""
         self._free_copied(_NUM_LEAVING)
         on_disk = self._waits_on_disk(unit) if waits else None
+        is_on_device = self._context.device.is_on_device
         on_device = {
             group: group.gradients.result
             for group in unit.trainable
             if group.is_stepped_on_host and group not in self._adding and group.gradients.result is not None
-            if group.gradients.result.is_cuda or (on_disk is not None and not group.gradients.reduced.is_moved)
+            if not group.gradients.reduced.is_moved and (on_disk is not None or is_on_device(group.gradients.result))
         }
         if not on_device:
             return
@@ -261,7 +262,7 @@ class GradientOffloader:
             return
         on_device = {group: tensor for group, (tensor, _) in new.items()}
         transfer = GradientTransfer(dict(on_device))
-        if self._context.device.is_cuda:
+        if self._context.device.has_device_memory:
             transfer.slot = self._inbox.take(sum(_sizes(on_device)))
             self._copy_to_memory(transfer, on_device, transfer.slot, self._context.device.copy_stream.after_current())
         on_disk, reads = self._waits_on_disk(unit), list[DiskTransfer]()
@@ -288,7 +289,7 @@ class GradientOffloader:
 
     def _total_of(self, group: ShardedGroup) -> Tensor:
         if group not in self._totals:
-            self._totals[group] = torch.empty(group.local_numel, dtype=torch.float32, device="cpu")
+            self._totals[group] = self._context.device.host_empty(group.local_numel, torch.float32)
             size = self._totals[group].numel() * 4
             self._context.memory_stats.add(StateKind.GRADIENTS, group.unit, Tier.HOST, size)
         return self._totals[group]
@@ -342,7 +343,9 @@ def _back(added: TaskHandle, on_disk: GradientSwapper, unit: Unit) -> Callable[[
 
 
 def _on_device(transfer: GradientTransfer) -> dict[ShardedGroup, Tensor]:
-    return {group: gradient for group, gradient in transfer.gradients.items() if gradient.is_cuda}
+    return {
+        group: gradient for group, gradient in transfer.gradients.items() if group.context.device.is_on_device(gradient)
+    }
 
 
 def _sizes(gradients: dict[ShardedGroup, Tensor]) -> list[int]:

@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from shardwell.errors import ShardwellError
-from shardwell.memory import StateKind, Tier
-from shardwell.memory.device import AllOf, Event, Waitable
+from shardwell.memory import Event, StateKind, Tier
+from shardwell.memory.timing import AllOf, Waitable
 from shardwell.offload.disk import DiskTier, DiskTransfer
 from shardwell.offload.staging import AlignedAllocator, StagingPool
 from shardwell.offload.swapped_tensors import SwappedTensors
@@ -62,9 +62,8 @@ class GradientSwapper:
 
     def __init__(self, tier: DiskTier, context: EngineContext, worker: Worker, urgency: int) -> None:
         self._tier, self._context, self._worker, self._urgency = tier, context, worker, urgency
-        self._slots = StagingPool(
-            AlignedAllocator(context.device, context.memory_stats, pinned=context.device.is_cuda), NUM_SLOTS, 0
-        )
+        pinned = AlignedAllocator(context.device, context.memory_stats, pinned=context.device.has_device_memory)
+        self._slots = StagingPool(pinned, NUM_SLOTS, 0)
         self._units: dict[str, SwappedGradients] = {}
         self._in_slot: _InSlot | None = None
 
@@ -178,4 +177,4 @@ def _tensor(before: Tensor | None, group: ShardedGroup, dtype: torch.dtype) -> T
     numel = group.local_numel
     if before is not None and before.dtype is dtype and before.numel() == numel:
         return before
-    return torch.zeros(1, dtype=dtype, device="cpu").expand(numel)
+    return torch.zeros(1, dtype=dtype, device=group.context.device.host).expand(numel)

@@ -6,7 +6,6 @@ import contextlib
 import math
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,20 +13,19 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from shardwell.errors import ShardwellError
-from shardwell.kernels import Moment8bit
 from shardwell.memory import Event
 from shardwell.offload.cores import update_cores
 from shardwell.offload.cpu_kernels import kernel_for
 from shardwell.offload.early_update import EarlyExecutor, Norm, has_all_gradients
-from shardwell.offload.host_updates import HostUpdateQueue
+from shardwell.offload.host_updates import ClipFromNorm, HostUpdateQueue
 from shardwell.offload.optimizer_swap import OptimizerSwapper
 from shardwell.offload.speculation import hyperparameters_of
 from shardwell.offload.storage import swapped_masters
-from shardwell.offload.worker import Worker
+from shardwell.offload.worker import Worker, turns_of
 from shardwell.optim.executor import StepOptions
 from shardwell.optim.grad_norm import norm_of, sum_of_squares
 from shardwell.optim.loss_scale import LossScale
-from shardwell.optim.param_slices import ParamSlice, ParamSlices, scalar_state
+from shardwell.optim.param_slices import ParamSlice, ParamSlices
 from shardwell.sharding import EngineContext, Unit
 from shardwell.sharding.pending_update import PendingUpdate
 from shardwell.sharding.spec import CommitPolicy
@@ -71,7 +69,7 @@ def host_updates(
     buses = context.device.local_gpu_buses()
     cores = None if buses is None else update_cores(*buses)  # None: as many threads as torch has, on any core
     threads = torch.get_num_threads() if cores is None else len(cores)
-    kernel = kernel_for(inner, threads, eight_bits=eight_bits, beside_gpu=context.device.is_cuda)
+    kernel = kernel_for(inner, threads, eight_bits=eight_bits, beside_gpu=context.device.has_streams)
     groups = [group for unit in mine for group in unit.trainable if group.is_stepped_on_host]
     if kernel is None or any(group.precision.master is not torch.float32 for group in groups):
         if any(swapped_masters(group) is not None for group in groups):
@@ -87,7 +85,8 @@ def host_updates(
                 'without amsgrad and the like, over fp32 masters, or set it to "fp32"'
             )
         return None
-    return HostUpdateQueue(context, inner, kernel, mine, Worker("shardwell host updates", cores), num_slots, store)
+    worker = Worker("shardwell host updates", cores, turns=turns_of(context.device))
+    return HostUpdateQueue(context, inner, kernel, mine, worker, num_slots, store)
 
 
 class HostExecutor:
@@ -114,7 +113,7 @@ class HostExecutor:
     @property
     def vetoes_on_device(self) -> bool:
         is_all_here = all(group.is_stepped_on_host for unit in self.slices.units for group in unit.trainable)
-        return self.device.vetoes_on_device or (self._context.device.is_cuda and is_all_here)
+        return self.device.vetoes_on_device or (self._context.device.has_streams and is_all_here)
 
     # ------------------------------------------------------------------------------------------------- backward
 
@@ -286,72 +285,3 @@ class HostExecutor:
         self.device.leave(unit)
         self.queue.leave(unit)
         self.device.elsewhere.difference_update(unit.trainable)
-
-    def move_up(self, free: float) -> list[str]:
-        """Move the state of the first units to the device.
-
-        Their updates would be the last on the host, and the next forward needs them first.
-        """
-        moved = []
-        for unit in self.slices.units:
-            needed = self._bytes_above(unit)
-            free -= needed
-            if free < 0:
-                break
-            if needed:
-                self._move_up(unit)
-                self.device.leave(unit)
-                moved.append(unit.name)
-        return moved
-
-    def _bytes_above(self, unit: Unit) -> int:
-        """Return the bytes that a unit needs on the device: master weights, moments, and gradients that wait."""
-        groups = [group for group in unit.trainable if group.is_stepped_on_host]
-        per_element = 4 * (1 + len(self.queue.kernel.keys))
-        return sum((g.local_numel) * (per_element + g.precision.compute.itemsize) for g in groups)
-
-    @torch.no_grad()
-    def _move_up(self, unit: Unit) -> None:
-        """Store a unit's optimizer state on the device from now on."""
-        unit.wait()
-        self.queue.cancel_prefetches()  # units on the device need none
-        where = self._context.device.torch_device
-        if self.queue.store is not None:
-            self.queue.store.restore(unit)
-        for group in [group for group in unit.trainable if group.is_stepped_on_host]:
-            self.queue.offloader.leave(group)
-            group.move_masters_up()
-            for shard in self.slices.of(unit):
-                if shard.group is group:
-                    state = self.inner.state.get(shard.tensor, {})
-                    for key, value in state.items():
-                        if isinstance(value, Tensor) and value.ndim == 0:
-                            state[key] = scalar_state(self.inner, shard.tensor, value, float(value))
-                        else:
-                            state[key] = _on(where, value)
-        self.queue.drop_shadow(unit)
-        self.device.elsewhere.difference_update(unit.trainable)
-
-
-def _on(where: torch.device, value: Any) -> Any:
-    """Return an entry of a state on a device."""
-    if isinstance(value, Moment8bit):
-        return value[:].to(where)
-    return value.to(where) if isinstance(value, Tensor) else value
-
-
-@dataclass(frozen=True)
-class ClipFromNorm:
-    """A gradient factor that unscales, and clips if there is a bound. Its value is None if the norm is not finite."""
-
-    norm: Callable[[], float]
-    known: Event
-    scale: float
-    clip: float = 0.0
-
-    def __call__(self) -> float | None:
-        known = self.norm()
-        if not math.isfinite(known):
-            return None
-        clipped = min(self.clip / (known / self.scale + 1e-6), 1.0) if self.clip > 0 else 1.0
-        return clipped / self.scale

@@ -29,6 +29,7 @@ back from there. When it has nothing else to do, the reader reads what the next 
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
@@ -42,7 +43,7 @@ from shardwell import kernels
 from shardwell.errors import ShardwellError
 from shardwell.kernels.rounding import narrow
 from shardwell.memory import Event
-from shardwell.memory.device import AllOf, Waitable
+from shardwell.memory.timing import AllOf, Waitable
 from shardwell.offload.cpu_kernels import HostKernel, UpdateTarget
 from shardwell.offload.grad_offload import GradientOffloader, GradientTransfer, aligned_size
 from shardwell.offload.optimizer_swap import OptimizerSwapper, UpdateBuffer, blank
@@ -73,6 +74,23 @@ class SkippedStep:
 
     def __call__(self) -> float | None:
         return None
+
+
+@dataclass(frozen=True)
+class ClipFromNorm:
+    """A gradient factor that unscales, and clips if there is a bound. Its value is None if the norm is not finite."""
+
+    norm: Callable[[], float]
+    known: Event
+    scale: float
+    clip: float = 0.0
+
+    def __call__(self) -> float | None:
+        known = self.norm()
+        if not math.isfinite(known):
+            return None
+        clipped = min(self.clip / (known / self.scale + 1e-6), 1.0) if self.clip > 0 else 1.0
+        return clipped / self.scale
 
 
 _CHUNK = 1 << 25  # elements that are updated and then copied to the device, while the next ones are updated
@@ -144,7 +162,9 @@ class HostUpdateQueue:
         self._context, self._inner, self.kernel = context, inner, kernel
         self._worker = worker
         self.store = store
-        self._reader = Worker("shardwell reader", gate=store.free_buffers) if store is not None else None
+        self._reader: Worker | None = None
+        if store is not None:
+            self._reader = Worker("shardwell reader", gate=store.free_buffers, turns=worker.turns)
         self._jobs: dict[int, HostUpdate] = {}  # of this boundary, by unit
         self.offloader = GradientOffloader(context, units, worker, kernel.threads, num_slots)
         self._outbox = StagingPool(self.offloader.pinned, _NUM_OUT, self.offloader.largest)
@@ -234,7 +254,7 @@ class HostUpdateQueue:
         after = self._context.device.now()
         job = self._jobs[unit.index] = HostUpdate(unit, ready, own, transfer, added, after, new, edits, assumed)
         begin = factor.known if assumed is None and not added else self.offloader.down_after(transfer, added)
-        job.tickets.append(TaskHandle())
+        job.tickets.append(self._worker.new_handle())
         if ready and self.store is not None and self._reader is not None and self.store.needs_buffer(unit):
             self._order.append(unit)
             self._reader.submit(lambda: self._fetch(job, factor, begin), urgency=unit.index)
@@ -245,7 +265,8 @@ class HostUpdateQueue:
         """Return the state before the first step."""
         if swapped_masters(shard.group) is None:
             return self.kernel.initial_state(shard.tensor, options)
-        return blank(self.kernel.initial_state(torch.empty(1, dtype=shard.tensor.dtype, device="cpu"), options), shard)
+        one = torch.empty(1, dtype=shard.tensor.dtype, device=self._context.device.host)
+        return blank(self.kernel.initial_state(one, options), shard)
 
     def _fetch(self, job: HostUpdate, factor: GradientFactor, after: Waitable) -> None:
         """Read master weights and state from disk. This runs on the reader thread."""
@@ -354,7 +375,7 @@ class HostUpdateQueue:
         gradients, unless those are still needed or have another size.
         """
         dtypes = [shard.group.precision.compute for shard in job.shards]
-        if not any(shard.group.storage.parameters.is_cuda for shard in job.shards):
+        if not any(shard.group.is_stored_on_device for shard in job.shards):
             return [shard.group.storage.parameters[shard.start :][: shard.tensor.numel()] for shard in job.shards], None
         gradients = [job.gradient(shard) for shard in job.shards]
         same_size = all(g.dtype.itemsize == dtype.itemsize for g, dtype in zip(gradients, dtypes, strict=True))

@@ -24,7 +24,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from shardwell.kernels import Moment8bit
-from shardwell.memory.device import AllOf
+from shardwell.memory.timing import AllOf
+from shardwell.memory.virtual_streams import gate
 from shardwell.offload.cpu_kernels import HostKernel
 from shardwell.offload.disk import DiskTier, DiskTransfer
 from shardwell.offload.disk_file import rounded
@@ -63,7 +64,7 @@ class OptimizerSwapper:
         self._by_unit: dict[int, SwappedTensors] = {}  # by unit
         self._num_buffers = max(FEWEST_BUFFERS, num_buffers)
         self._buffers = StagingPool(AlignedAllocator(context.device, context.memory_stats), self._num_buffers, 0)
-        self.free_buffers = threading.Semaphore(self._num_buffers)
+        self.free_buffers = gate(self._num_buffers)
         self._ready: dict[int, UpdateBuffer] = {}  # by unit: buffers that were filled ahead
         self._lock = threading.Lock()  # guards `_ready`
 
@@ -111,12 +112,6 @@ class OptimizerSwapper:
                     swapped.register(list(self._tensors(unit)))
             finally:
                 swapped.close(changed=changes)
-
-    def restore(self, unit: Unit) -> None:
-        """Leave a unit's state in ordinary memory permanently."""
-        if self.has(unit):
-            self._swapped_of(unit).restore()
-            del self._by_unit[unit.index]
 
     def forget(self, unit: Unit) -> None:
         """Discard a unit's state."""

@@ -17,7 +17,8 @@ import time
 
 from torch import Tensor
 
-from shardwell.memory.device import AllOf, Event, Waitable
+from shardwell.memory import Event
+from shardwell.memory.timing import AllOf, Waitable
 from shardwell.offload.disk import DiskTier, DiskTransfer
 from shardwell.offload.staging import AlignedAllocator, StagingPool
 from shardwell.offload.swapped_tensors import SwappedTensors
@@ -32,8 +33,9 @@ class ReadAheadDepth:
     early as the number of slots allows.
     """
 
-    def __init__(self, most: int) -> None:
-        self._most = most
+    def __init__(self, most: int, *, is_simulated: bool = False) -> None:
+        """With `is_simulated` reads begin as early as the slots allow: nothing takes time there."""
+        self._most, self._is_simulated = most, is_simulated
         self._unit = 0.0  # average seconds that a unit is used
         self._page = 0.0  # seconds that a read takes, the longest of the recent ones
         self._since: float | None = None  # when the unit in use was entered
@@ -41,6 +43,8 @@ class ReadAheadDepth:
     @property
     def depth(self) -> int:
         """The number of units to read ahead."""
+        if self._is_simulated:
+            return self._most
         return min(self._most, max(1, math.ceil(self._page / self._unit))) if self._unit else 1
 
     def enter(self) -> None:
@@ -70,7 +74,7 @@ class ReadBuffers:
         self._most_ahead = max(1, num_slots - 1)
         self.slots = StagingPool(memory, self._most_ahead + 1, 0)
         self.num_ahead = 0  # shards that were read ahead and not used yet
-        self.pace = ReadAheadDepth(self._most_ahead)
+        self.pace = ReadAheadDepth(self._most_ahead, is_simulated=tier.is_simulated)
 
     @property
     def has_room(self) -> bool:

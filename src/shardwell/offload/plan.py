@@ -2,32 +2,28 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from shardwell.config import Config
-from shardwell.errors import ConfigError, ShardwellError
+from shardwell.errors import ConfigError, NoRoomError
 from shardwell.memory import Device, Tier
-from shardwell.memory.limits import free_host_bytes
-from shardwell.memory.statistics import human
+from shardwell.memory.machine import Machine
+from shardwell.memory.statistics import TIERS_BY_NAME, human
 from shardwell.offload.budget import bytes_by_path, held_bytes, tier_budgets
 from shardwell.offload.disk import AioSettings, DiskTier
-from shardwell.offload.disk_file import free_bytes
 from shardwell.offload.grad_swap import NUM_SLOTS
 from shardwell.offload.optimizer_swap import FEWEST_BUFFERS
 from shardwell.offload.placement import plan, table, tier_ladder
-from shardwell.optim import ShardedOptimizer
 from shardwell.parallel.mesh import RankGroup
-from shardwell.runtime.budget import available_bytes
 from shardwell.runtime.commit_policy import commit_policy
 from shardwell.sharding import EngineContext, UnitSpec
 from shardwell.sharding.model_states import Bytes, ModelStates, OffloadPlan, TierPlacement, total
 from shardwell.sharding.spec import CommitPolicy
 
-_FILL = 0.75  # share of the device memory that was never used so far, for optimizer state
 _SHARE = 0.5  # share of the free host memory, for speculation
-_TIERS = {"none": Tier.DEVICE, "cpu": Tier.HOST, "nvme": Tier.DISK}
 
 
 def replan(before: OffloadPlan, states: ModelStates, settings: Config) -> OffloadPlan:
@@ -43,14 +39,6 @@ def replan(before: OffloadPlan, states: ModelStates, settings: Config) -> Offloa
     )
 
 
-def fill_device(before: OffloadPlan, optimizer: ShardedOptimizer, context: EngineContext) -> OffloadPlan:
-    """Move optimizer state to the device, as much as it has room for, the same on all ranks; return the new plan."""
-    moved = optimizer.move_up(available_bytes(context, _FILL))
-    commits = {name: commit for name, commit in before.commits.items() if name not in moved}
-    raised = {name: before.places[name]._replace(optimizer=Tier.DEVICE) for name in moved}
-    return replace(before, commits=commits, places=before.places | raised)
-
-
 def deepest(settings: Config) -> TierPlacement:
     """Return the tiers that the offload blocks name.
 
@@ -59,7 +47,9 @@ def deepest(settings: Config) -> TierPlacement:
     zero = settings.zero_optimization
     may_wait_on_disk = zero.offload_optimizer.device == "nvme" and settings.shardwell.gradients != "host"
     gradients = Tier.DISK if may_wait_on_disk else Tier.HOST
-    return TierPlacement(_TIERS[zero.offload_param.device], _TIERS[zero.offload_optimizer.device], gradients)
+    return TierPlacement(
+        TIERS_BY_NAME[zero.offload_param.device], TIERS_BY_NAME[zero.offload_optimizer.device], gradients
+    )
 
 
 def _like(place: TierPlacement, before: TierPlacement | None) -> TierPlacement:
@@ -97,15 +87,15 @@ def plan_offload(states: ModelStates, specs: list[UnitSpec], settings: Config, c
 
 def _plan_places(states: ModelStates, specs: list[UnitSpec], settings: Config, context: EngineContext) -> OffloadPlan:
     """Place the units on the highest tiers that have room."""
-    rungs = _rungs(settings)
+    rungs = rungs_of(settings)
     needs = [[states.needs(name, rung) for rung in rungs] for name in states.units]
-    buffers = [_buffers(states, rung, settings, context.device) for rung in rungs]
+    buffers = [buffers_for(states, rung, settings, context.device) for rung in rungs]
     floor = sum(unit[-1][Tier.DEVICE] for unit in needs)
     parameters = [parameter for one in specs for _, parameter in one.parameters]
-    free = tier_budgets(settings, context, parameters, _paths(settings), floor, states.largest_unsharded())
+    free = tier_budgets(settings, context, parameters, paths_of(settings), floor, states.largest_unsharded())
     found = plan(needs, buffers, free)
     if not found.fits(free):
-        raise ShardwellError(
+        raise NoRoomError(
             f"the model does not fit where shardwell.placement may put it. Needed on each of "
             f"{context.roles.all.rank_group.size} rank(s): {table(found.needed, free)}. "
             f"{_remedy(found.needed, free, settings)}"
@@ -113,16 +103,19 @@ def _plan_places(states: ModelStates, specs: list[UnitSpec], settings: Config, c
     places = {name: rungs[rung] for name, rung in zip(states.units, found.rungs, strict=True)}
     policy, below = commit_policy(settings), _below(places)
     shadowed: set[str] = set(below) if policy is CommitPolicy.SPECULATIVE else set()
-    may_speculate = settings.shardwell.commit == "auto" and policy is CommitPolicy.AFTER_NORM and context.device.is_cuda
-    if may_speculate and all(places[name].optimizer is Tier.HOST for name in below):
+    if _may_speculate(settings, context.device) and all(places[name].optimizer is Tier.HOST for name in below):
         shadowed = _speculating(states, places, below, free[Tier.HOST] - found.needed[Tier.HOST])
-    above = policy if policy in (CommitPolicy.IMMEDIATE, CommitPolicy.AUTO) else CommitPolicy.AFTER_NORM
+    above = CommitPolicy.AFTER_NORM
+    # With everything on the device, updates are those of a run without offloading.
+    may_go_ahead = policy is CommitPolicy.IMMEDIATE or (policy is CommitPolicy.AUTO and bool(below))
+    if may_go_ahead and settings.zero_optimization.stage == 3:
+        above = policy
     return OffloadPlan(
         {name: CommitPolicy.SPECULATIVE if name in shadowed else policy for name in below}, places, states, above
     )
 
 
-def _rungs(settings: Config) -> list[TierPlacement]:
+def rungs_of(settings: Config) -> list[TierPlacement]:
     """Return the placements that units may have.
 
     Gradients wait on disk with all state that is stored there, or as the last resort.
@@ -132,10 +125,10 @@ def _rungs(settings: Config) -> list[TierPlacement]:
     return rungs if is_last_resort else [*rungs[:-2], rungs[-1]]
 
 
-def _buffers(states: ModelStates, deep: TierPlacement, settings: Config, device: Device) -> Bytes:
+def buffers_for(states: ModelStates, deep: TierPlacement, settings: Config, device: Device) -> Bytes:
     """Return the host memory for staging buffers, if units are placed as low as this."""
     zero, units = settings.zero_optimization, states.units
-    slots = zero.offload_optimizer.buffer_count + 2 if device.is_cuda else 0
+    slots = zero.offload_optimizer.buffer_count + 2 if device.has_device_memory else 0
     size = slots * max((states.sent(name, deep) for name in units), default=0)
     if deep.optimizer is Tier.DISK:
         num_buffers = max(FEWEST_BUFFERS, zero.offload_optimizer.buffer_count)
@@ -155,7 +148,7 @@ def _remedy(needed: Bytes, free: dict[Tier, float], settings: Config) -> str:
         Tier.HOST: "raise shardwell.memory.host or lower offload_optimizer.buffer_count",
         Tier.DISK: "free space under nvme_path or name a path on another drive too",
     }
-    deeper = {Tier.DEVICE: "cpu", Tier.HOST: "nvme"}
+    deeper = {tier: below.offload_device for tier, below in itertools.pairwise(Tier)}
     blocks = {"offload_param": deep.parameters, "offload_optimizer": deep.optimizer}
     ways = [lower[tier] for tier in Tier if tier in over]
     ways += [f'set {block}.device to "{deeper[t]}"' for block, t in blocks.items() if t in over and t in deeper]
@@ -170,9 +163,9 @@ def _plan_as_asked(states: ModelStates, specs: list[UnitSpec], settings: Config,
     mesh, device = context.roles.all.rank_group, context.device
     places = _asked(states, settings)
     below, policy = _below(places), commit_policy(settings)
-    buffers = _buffers(states, deepest(settings), settings, device)[Tier.HOST]
+    buffers = buffers_for(states, deepest(settings), settings, device)[Tier.HOST]
     needed = total(states.needs(name, place) for name, place in places.items())
-    available = free_host_bytes(mesh.local_world_size) / mesh.local_world_size
+    available = device.machine.free_host_bytes(mesh.local_world_size) / mesh.local_world_size
     if not device.has_device_memory:  # what is on the device takes of the same memory, and so do activations
         parameters = [parameter for one in specs for _, parameter in one.parameters]
         more = needed[Tier.DEVICE] + states.largest_unsharded() - held_bytes(parameters, device)[Tier.HOST]
@@ -182,13 +175,12 @@ def _plan_as_asked(states: ModelStates, specs: list[UnitSpec], settings: Config,
         places |= _with_gradients_above(states, places, free[Tier.HOST] - needed[Tier.HOST] - buffers, context)
         needed = total(states.needs(name, place) for name, place in places.items())
     shadowed = set(below) if policy is CommitPolicy.SPECULATIVE else set()
-    may_speculate = settings.shardwell.commit == "auto" and policy is CommitPolicy.AFTER_NORM and device.is_cuda
-    if may_speculate and not needed[Tier.DISK]:
+    if _may_speculate(settings, device) and not needed[Tier.DISK]:
         shadowed = _speculating(states, places, below, free[Tier.HOST] - needed[Tier.HOST] - buffers)
     _check_host(
         ShortageReport(states, places, settings, mesh), needed[Tier.HOST], buffers, bool(shadowed), free[Tier.HOST]
     )
-    _check_drives(ShortageReport(states, places, settings, mesh), needed[Tier.DISK])
+    _check_drives(ShortageReport(states, places, settings, mesh), needed[Tier.DISK], device.machine)
     return OffloadPlan(
         {name: CommitPolicy.SPECULATIVE if name in shadowed else policy for name in below}, places, states
     )
@@ -207,6 +199,12 @@ def _with_gradients_above(
         return {}
     least = free if context.device.is_meta else context.roles.all.all_reduce_min(free, "ROOM")
     return {name: places[name]._replace(gradients=Tier.HOST) for name in _that_fit(waiting, _SHARE * least)}
+
+
+def _may_speculate(settings: Config, device: Device) -> bool:
+    """Return whether updates may be computed in other memory before the norm is known, if there is room for it."""
+    is_free = settings.shardwell.commit == "auto" and commit_policy(settings) is CommitPolicy.AFTER_NORM
+    return is_free and device.has_device_memory
 
 
 def _speculating(states: ModelStates, places: dict[str, TierPlacement], below: list[str], free: float) -> set[str]:
@@ -244,18 +242,19 @@ class ShortageReport:
 def _check_host(short: ShortageReport, needed: int, buffers: int, speculates: bool, free: float) -> None:
     if any(place.depth for place in short.places.values()) and needed + buffers > free:
         slower = 'set shardwell.commit to "after_norm", ' if speculates else ""
-        raise ShardwellError(
+        raise NoRoomError(
             f"state on the host and on disk needs more host memory than there is: {short.needs(needed)}, and "
             f"{human(buffers)} of staging buffers for each rank here. "
             f"{human(free * short.rank_group.local_world_size)} may be used. To fit, {slower}{short.ways}"
         )
 
 
-def _check_drives(short: ShortageReport, needed: int) -> None:
-    for path, part in bytes_by_path(needed * short.rank_group.local_world_size, _paths(short.settings)):
-        found = free_bytes(path)
+def _check_drives(short: ShortageReport, needed: int, machine: Machine) -> None:
+    paths = paths_of(short.settings)
+    for path, part in bytes_by_path(needed * short.rank_group.local_world_size, paths, machine):
+        found = machine.free_disk_bytes(path)
         if found is not None and part > found:
-            raise ShardwellError(
+            raise NoRoomError(
                 f"state on disk needs {short.needs(needed)}. {human(part)} of it go to {path}, where "
                 f"{human(found)} are free. Free space there, name a path on another drive too, {short.ways}"
             )
@@ -263,12 +262,12 @@ def _check_drives(short: ShortageReport, needed: int) -> None:
 
 def open_disk(settings: Config) -> DiskTier | None:
     """Return the disk tier, or None if nothing is stored on disk."""
-    if not _paths(settings):
+    if not paths_of(settings):
         return None
-    return DiskTier(_paths(settings), AioSettings(**settings.aio.model_dump()))
+    return DiskTier(paths_of(settings), AioSettings(**settings.aio.model_dump()))
 
 
-def _paths(settings: Config) -> list[Path]:
+def paths_of(settings: Config) -> list[Path]:
     """Return all paths that are named for state on disk: it is striped over all of them."""
     zero = settings.zero_optimization
     named = [b.nvme_path or "" for b in (zero.offload_optimizer, zero.offload_param) if b.device == "nvme"]
@@ -284,8 +283,7 @@ def _asked(states: ModelStates, settings: Config) -> dict[str, TierPlacement]:
     asked, zero = deepest(settings), settings.zero_optimization
     places = dict.fromkeys(states.units, asked._replace(optimizer=Tier.DEVICE))
     sizes = states.trained()
-    ratio = 1.0 if zero.offload_optimizer.ratio == "auto" else zero.offload_optimizer.ratio  # what fits moves up later
-    left = ratio * sum(sizes.values())
+    left = float(zero.offload_optimizer.ratio) * sum(sizes.values())  # "auto" is a placement, not asked for
     for name in reversed(sizes):
         left -= sizes[name]
         if left < 0:

@@ -23,7 +23,8 @@ from shardwell.offload.param_swap import ReadBuffers, SwappedShard
 from shardwell.offload.staging import AlignedAllocator
 from shardwell.offload.swapped_tensors import SwappedTensors
 from shardwell.sharding.group import ShardedGroup
-from shardwell.sharding.storage import FormStorage, StorageForm
+from shardwell.sharding.storage import FormStorage
+from shardwell.sharding.storage_form import StorageForm
 
 
 @dataclass
@@ -40,7 +41,7 @@ class OffloadTiers:
     def read_parameters_into(self, num_buffers: int) -> None:
         """Allocate pinned buffers that parameters on disk are read into, on first use."""
         assert self.disk is not None
-        pinned = AlignedAllocator(self.device, self.stats, pinned=self.device.is_cuda)
+        pinned = AlignedAllocator(self.device, self.stats, pinned=self.device.has_device_memory)
         self.read_buffers = ReadBuffers(self.disk, pinned, num_buffers)
 
     def wrap(self, form: FormStorage, name: str, unit: str, masters: Tier) -> TieredStorage:
@@ -77,6 +78,7 @@ class TieredStorage:
         if tier is Tier.DISK and disk is not None and tiers.read_buffers is not None:
             self.swapped_shard = SwappedShard(tiers.read_buffers, SwappedTensors(disk, tiers.stats, unit))
             self.swapped_shard.swapped.register([form.parameters])
+            tiers.read_buffers.slots.at_least(self.swapped_shard.swapped.num_bytes)
         beside = form.beside
         if masters is Tier.DISK and disk is not None and beside is not None:
             if form.form is StorageForm.SEPARATE:  # other forms have slices of a staging buffer only
@@ -125,13 +127,6 @@ class TieredStorage:
         """Store new master weights; `compute` are the same values in the compute dtype, on the same device (1D)."""
         with self.swapped_in(changes=True):
             self.wrapped.write(master, compute)
-
-    def replace_form(self, form: FormStorage) -> None:
-        """Continue with another form of the same parameters, whose master weights are on the device."""
-        if self.swapped_masters is not None:
-            self.swapped_masters.free()
-            self.swapped_masters = None
-        self.wrapped = form
 
     def nbytes(self) -> Counter[Tier]:
         """Return the bytes of parameters and master weights between steps, by tier."""

@@ -8,7 +8,6 @@ written to it.
 from __future__ import annotations
 
 import contextlib
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -18,7 +17,8 @@ from torch import Tensor
 from shardwell.errors import ShardwellError
 from shardwell.kernels.io import SECTOR
 from shardwell.memory import MemoryStats, StateKind, Tier
-from shardwell.offload.disk import DiskExtent, DiskTier, DiskTransfer, aligned
+from shardwell.memory.virtual_streams import gate
+from shardwell.offload.disk import DiskExtent, DiskTier, DiskTransfer
 from shardwell.offload.disk_file import rounded
 
 _TIMEOUT = 0.002  # seconds
@@ -53,7 +53,7 @@ class SwappedTensors:
         self._tier, self._account, self._unit, self._on_move = tier, memory_stats, unit, on_move
         self._items: list[_Item] = []
         self._writes: list[DiskTransfer] = []  # writes that may still be in flight
-        self._is_free = threading.Semaphore()
+        self._is_free = gate()
         self.reclaim: Callable[[], None] | None = None  # has a holder that only read ahead release the tensors
         self._holders = 0
         self._is_changed = False
@@ -171,7 +171,7 @@ class SwappedTensors:
     def open(self) -> None:
         """Swap the tensors in, into memory of this object. Calls may be nested."""
         if not self._holders:
-            memory = aligned(self.num_bytes)
+            memory = self._tier.memory(self.num_bytes)
             reads = self.swap_in_to(memory)
             try:
                 for transfer in reads:
@@ -231,16 +231,16 @@ class SwappedTensors:
 
     def _item(self, tensor: Tensor) -> _Item:
         extent = self._tier.allocate(tensor.numel() * tensor.element_size())
-        stand_in = tensor[:1].clone() if is_one_number(tensor) else _alarm(tensor.dtype)
+        stand_in = tensor[:1].clone() if is_one_number(tensor) else _alarm(tensor)
         return _Item(tensor, extent, stand_in)
 
     def _write(self, item: _Item) -> DiskTransfer:
         values = item.tensor.data.contiguous().as_strided(item.tensor.shape, (1,))  # one number may have any stride
         source = values.view(torch.uint8)
         if source.data_ptr() % SECTOR:
-            source = aligned(item.num_bytes).copy_(source)
+            source = self._tier.memory(item.num_bytes).copy_(source)
         transfer = self._tier.write(item.extent, 0, source)
-        item.stand_in, item.is_written = _alarm(item.tensor.dtype), True
+        item.stand_in, item.is_written = _alarm(item.tensor), True
         return transfer
 
     def _finish_writes(self, *, in_vain: bool = False) -> None:
@@ -271,6 +271,7 @@ def _send_away(item: _Item) -> None:
     item.tensor.data = item.stand_in.expand(item.tensor.numel())
 
 
-def _alarm(dtype: torch.dtype) -> Tensor:
+def _alarm(tensor: Tensor) -> Tensor:
+    dtype = tensor.dtype
     number = float("nan") if dtype.is_floating_point else torch.iinfo(dtype).max
-    return torch.full((1,), number, dtype=dtype, device="cpu")
+    return torch.full((1,), number, dtype=dtype, device="meta" if tensor.is_meta else "cpu")

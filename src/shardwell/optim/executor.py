@@ -104,9 +104,6 @@ class UpdateExecutor(Protocol):
     def leave(self, unit: Unit) -> None:
         """Remove a unit whose slices are about to go."""
 
-    def move_up(self, free: float) -> list[str]:
-        """Move the state of the first units to the device, as much as fits into `free` bytes; return their names."""
-
 
 def make_inner(factory: OptimizerFactory, units: Sequence[Unit], roles: MeshRoles) -> tuple[Optimizer, ParamSlices]:
     """Return the inner torch optimizer over this rank's slices of the units' master weights, and the slices."""
@@ -137,7 +134,7 @@ class InlineExecutor:
         self.summed_with_norm: Sequence[SummedNumber] = ()
         self.elsewhere: set[ShardedGroup] = set()  # groups that another executor steps
         # Fused CUDA kernels read `found_inf`.
-        self.vetoes_on_device = context.device.is_cuda and bool(inner.defaults.get("fused"))
+        self.vetoes_on_device = context.device.has_streams and bool(inner.defaults.get("fused"))
         self._context, self._scale = context, scale
         full = getattr(inner, "whole", None)
         self._full_tensors = full if isinstance(full, ShardedFullTensors) else None
@@ -256,6 +253,3 @@ class InlineExecutor:
     def enter(self, unit: Unit) -> None: ...
 
     def leave(self, unit: Unit) -> None: ...
-
-    def move_up(self, free: float) -> list[str]:
-        return []

@@ -123,7 +123,7 @@ def by_name(block: OptimizerConfig, device: Device) -> tuple[Factory, dict[str, 
             f"optimizer.params: {block.type} does not take {', '.join(unknown)}; it takes {', '.join(sorted(known))}"
         )
     if name in _WITH_FUSED and not device.is_meta and not {"fused", "foreach"} & set(options):
-        options["fused"] = not (name == "Adagrad" and device.is_cuda)
+        options["fused"] = not (name == "Adagrad" and device.has_device_memory)
     return factory, options
 
 

@@ -105,7 +105,7 @@ class ShardedFullTensors:
         return any(group.spec.optimizer.axis for group in self._groups)
 
     def sums(self, parts: list[tuple[Tensor, Tensor]]) -> list[Tensor]:
-        if not self._is_split and self._roles.tensor is None:
+        if not self._is_split and self._roles.parts is None:
             return [sums for _, sums in parts]
         width = _NUM_SUMS
         total = torch.zeros(len(self._shards.numbers), width, dtype=torch.float64, device=self._where)
@@ -126,7 +126,7 @@ class ShardedFullTensors:
 
     def through(self, parts: list[tuple[Tensor, Tensor]], function: Callable[[Tensor], Tensor]) -> list[Tensor]:
         mine = {self._name(tensor): values.reshape(-1) for tensor, values in parts}
-        comm = self._wide if self._is_split or self._roles.tensor is None else self._roles.tensor
+        comm = self._wide if self._is_split or self._roles.parts is None else self._roles.parts
         matrices = list(self._matrices(comm))
         split = [matrix for matrix in matrices if matrix.is_split]
         swap = _Swap(comm, split, balance([_cost(matrix.slot) for matrix in split], comm.rank_group.size))
@@ -163,7 +163,10 @@ class ShardedFullTensors:
         if part is not None:
             grid = self._roles.grid
             at = grid.position(comm.rank_group.global_rank(rank))
-            place, first = at["shard"] * grid.sequence + at["sequence"], at["tensor"] * slot.numel
+            place, first = (
+                at["shard"] * grid.sequence + at["sequence"],
+                (at["expert"] * grid.tensor + at["tensor"]) * slot.numel,
+            )
         if group.spec.optimizer.axis is None:
             return SlotPiece(slot, slot.offset, first, slot.numel)
         found = next((piece for piece in group.layout.pieces(place) if piece.slot is slot), None)

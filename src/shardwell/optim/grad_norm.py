@@ -138,7 +138,7 @@ class HyperparameterCheck:
 
     def __init__(self, context: EngineContext, optimizer: Optimizer) -> None:
         self._context, self._optimizer = context, optimizer
-        self._reads_later = context.device.is_cuda
+        self._reads_later = context.device.has_streams
         self._checksum = -1.0
         self._on_device: Tensor | None = None  # the checksum
         self._later: tuple[AsyncScalar, float] | None = None  # the sum of the last step, and the checksum then
@@ -169,10 +169,11 @@ class HyperparameterCheck:
         """Take the sum; where the host need not wait for it, it is compared now."""
         if self._reads_later:
             self._later = self._context.device.read_async(total), self._checksum
-        elif total.item() != self._checksum * self._context.roles.stage.rank_group.size:
+        elif not total.is_meta and total.item() != self._checksum * self._context.roles.stage.rank_group.size:
             self._raise_difference()
 
     def _raise_difference(self) -> NoReturn:
+        self._context.roles.agreement.check_peers()
         # This raises, unless they are alike again.
         check_alike(self._context.roles.stage, "step", {"optimizer's": self._words()})
         raise DivergenceError("ranks took the last step with different learning rates. Set the same on all of them.")
@@ -188,9 +189,9 @@ class HyperparameterCheck:
 
 
 def hyperparameter_checks(context: EngineContext, optimizer: Optimizer) -> list[HyperparameterCheck]:
-    """Return the check of an optimizer, if there are other ranks, and they are real."""
-    agreement = context.roles.agreement
-    is_on = agreement is not None and agreement.store is not None
+    """Return the check of an optimizer, if there are other ranks: real ones, or those of a simulated machine."""
+    agreement, ranks = context.roles.agreement, context.roles.all.rank_group
+    is_on = (agreement is not None and agreement.store is not None) or (ranks.is_simulated and ranks.size > 1)
     return [HyperparameterCheck(context, optimizer)] if is_on else []
 
 
@@ -233,7 +234,8 @@ class OverflowCheck:
 
         `describe_partial` is `UpdateExecutor.describe_partial`.
         """
-        self._device, self._is_first_rank = context.device, context.roles.all.rank_group.rank == 0
+        self._device, self._agreement = context.device, context.roles.agreement
+        self._is_first_rank = context.roles.all.rank_group.rank == 0
         self._slices, self._scale, self._policy = slices, scale, policy
         self._describe_partial = describe_partial
         self.pending: AsyncScalar | None = None  # a norm that the host has not read yet
@@ -257,6 +259,7 @@ class OverflowCheck:
         if not self.overflow:
             self._in_a_row = 0
             return True
+        self._agreement.check_peers()
         self.num_skipped += 1
         self._in_a_row += 1
         if self._policy is not NonfiniteNorm.SKIP and not self._scale.is_on:

@@ -182,8 +182,11 @@ class GradientViews:
     def _tell_of_unseen(self, views: list[GradientView], seen: Sequence[bool]) -> None:
         if views[0].unit.spec.is_user_unit:
             return  # the user expects it
+        slots = [view.group.layout.slots[view.index] for view, was in zip(views, seen, strict=True) if not was]
+        names = [slot.name for slot in slots if slot.numel]  # experts of other ranks are empty
+        if not names:
+            return
         self._has_told = True
-        names = [view.group.layout.slots[view.index].name for view, was in zip(views, seen, strict=True) if not was]
         some = ", ".join(f"'{name}'" for name in names[:3]) + (" and others" if len(names) > 3 else "")
         logging.getLogger("shardwell").warning(
             "%s got no gradient in a backward of this rank, but may have got one on another rank. So `p.grad` of "

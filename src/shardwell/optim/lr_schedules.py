@@ -34,7 +34,7 @@ def by_name(block: SchedulerConfig, optimizer: Optimizer) -> LRScheduler:
     return KINDS[block.type](optimizer, **params)
 
 
-class Schedule(LRScheduler):
+class LearningRateSchedule(LRScheduler):
     """The base class: a torch scheduler whose rates depend only on the step."""
 
     def __init__(self, optimizer: Optimizer, last_batch_iteration: int) -> None:
@@ -92,7 +92,7 @@ class Cycle:
         return done * stairs // size / stairs if stairs else done / size
 
 
-class WarmupLR(Schedule):
+class WarmupLR(LearningRateSchedule):
     """A warm-up from `warmup_min_lr` to `warmup_max_lr` over `warmup_num_steps` steps, then a constant rate.
 
     `warmup_max_lr` None is each group's own rate. No warm-up is 0 steps; 1 counts as 2, as for DeepSpeed.
@@ -145,7 +145,7 @@ class WarmupDecayLR(WarmupLR):
         return max(0.0, (self._total - step) / max(1, self._total - self._warmup.steps))
 
 
-class WarmupCosineLR(Schedule):
+class WarmupCosineLR(LearningRateSchedule):
     """A warm-up to each group's own rate, then half a cosine down to the share `cos_min_ratio` of it."""
 
     def __init__(
@@ -177,7 +177,7 @@ class WarmupCosineLR(Schedule):
         return self._last + (1.0 - self._last) * (1.0 + math.cos(math.pi * progress)) / 2
 
 
-class OneCycle(Schedule):
+class OneCycle(LearningRateSchedule):
     """One cycle from `cycle_min_lr` up to `cycle_max_lr` and back, then a decay.
 
     Momentum (`betas[0]`, or `momentum` where it is not 0) moves in the opposite direction: it is lowest where the rate
@@ -253,7 +253,7 @@ class OneCycle(Schedule):
         return (step - self._first - self._second) / self._decay_size if self._decay_size else 0.0
 
 
-class LRRangeTest(Schedule):
+class LRRangeTest(LearningRateSchedule):
     """A test with increasing rates, to find which are too high.
 
     Each interval adds `lr_range_test_step_rate` times the first rate.
@@ -279,7 +279,7 @@ class LRRangeTest(Schedule):
         return [low * (1.0 + self._rate * intervals) for low in self._low]
 
 
-KINDS: dict[str, type[Schedule]] = dict(
+KINDS: dict[str, type[LearningRateSchedule]] = dict(
     zip(SCHEDULERS, (WarmupLR, WarmupDecayLR, WarmupCosineLR, OneCycle, LRRangeTest), strict=True)
 )
 

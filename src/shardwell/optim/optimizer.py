@@ -22,7 +22,6 @@ from shardwell.optim.grad_norm import GradNorm, OverflowCheck, clip_factor, hype
 from shardwell.optim.param_slices import ParamSlice, ParamSlices, bytes_of_state, check_cut, scalar_state
 from shardwell.optim.user_optimizer import SteppingEngine, meet_foreign_step, step_with
 from shardwell.sharding import EngineContext, Unit, released
-from shardwell.sharding.edits import take_edits_before_step
 from shardwell.sharding.pending_update import PendingUpdate
 
 
@@ -142,10 +141,6 @@ class ShardedOptimizer(Optimizer):
     def apply_gradients(self) -> None:
         """Apply the gradients of this boundary, and start to all-gather the updated parameters."""
         units = self.executor.slices.units
-        for unit in units:
-            if unit.has_replaced_parameters() or unit.changes.was_retained or unit.changes.needs_rebuild:
-                take_edits_before_step(units)
-                break
         self._mark_stepped()
         if self._scheduler.observer is not None:
             self._scheduler.observer.step_begins()
@@ -337,13 +332,6 @@ class ShardedOptimizer(Optimizer):
             masters = sum(group.master_bytes().get(tier, 0) for group in unit.groups)
             self._context.memory_stats.set(StateKind.OPTIMIZER, unit.name, tier, masters)
         self._num_states = -1
-
-    def move_up(self, free: float) -> list[str]:
-        """Move the state of the first units to the device, as much as fits into `free` bytes; return their names."""
-        moved = self.executor.move_up(free)
-        self._num_states = -1
-        self.count_states()
-        return moved
 
 
 def _check_hook_result(result: Any) -> None:

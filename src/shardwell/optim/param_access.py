@@ -136,7 +136,7 @@ class ParamAccess:
         return self._part(self._group.gradients.snapshot(has_sums=has_sums)) if has_any else None
 
     @contextlib.contextmanager
-    def opened_gradient(self, *, asks: bool) -> Iterator[Tensor | None]:
+    def open_gradient(self, *, asks: bool) -> Iterator[Tensor | None]:
         """Yield this rank's part of the averaged gradient (1D) without the loss scale, to be changed, or None.
 
         `asks` as for `gradient`. All ranks must call it.
@@ -182,7 +182,7 @@ class ParamAccess:
 
     def set_gradient(self, value: Tensor) -> None:
         """Set the full gradient. Every rank passes the same values."""
-        with self.opened_gradient(asks=self._is_trained) as part:
+        with self.open_gradient(asks=self._is_trained) as part:
             if not self._is_trained or self._group.gradients.result is None:
                 raise ShardwellError(f"'{self._slot.name}' has no gradient that could be changed: call backward first")
             mine = self.part_of(self._checked(value).to(self._group.gradients.reduced.wide))

@@ -151,7 +151,7 @@ class HeldGradient:
             return
         self._seen_version = self.gathered._version
         access = self.access
-        with access.opened_gradient(asks=self.views.sums_may_wait()) as part:
+        with access.open_gradient(asks=self.views.sums_may_wait()) as part:
             if part is not None:
                 new = access.part_of(self.gathered).to(part.device)
                 torch.where(new == part.to(new.dtype), part, new.to(part.dtype), out=part)
@@ -173,7 +173,7 @@ class HeldGradient:
             return
         access = self.access
         others, options = tree_map(access.argument, (args, kwargs))
-        with access.opened_gradient(asks=self.views.sums_may_wait()) as part:
+        with access.open_gradient(asks=self.views.sums_may_wait()) as part:
             if part is not None:
                 others, options = tree_map(
                     lambda a: a.to(part.device) if isinstance(a, Tensor) else a, (others, options)

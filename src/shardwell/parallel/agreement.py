@@ -5,7 +5,7 @@ these last tokens comes that token*. While the announced token is the one in the
 unchecked, at the cost of a dictionary look-up.
 
 - A position that is not in the table yet is decided through the store by the first rank to arrive: a rank that arrives
-  with another token raises before it issues anything.
+  with another token raises before it issues anything. More than a few dozen ranks compare by an all-reduce.
 - A rank about to deviate from the table waits until every rank has deviated in the same way. Ranks that follow the
   table will never deviate: the waiting rank raises once it sees that they went on. Ranks that have not arrived yet may
   be slow, which is no error: the waiting rank logs which ranks it waits for and what they do (`heartbeat.py`), and
@@ -21,7 +21,7 @@ import time
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NoReturn
 
 import torch.distributed as dist
 from torch.utils.checkpoint import _StopRecomputationError
@@ -30,7 +30,7 @@ from shardwell.errors import DivergenceError, NonFiniteError, PeerError, Shardwe
 from shardwell.parallel.heartbeat import Heartbeat, Heartbeats
 from shardwell.parallel.mesh import RankGroup, timeout
 from shardwell.parallel.peer_failures import PeerFailures
-from shardwell.parallel.rank_store import RankStore
+from shardwell.parallel.rank_store import Pause, RankStore
 from shardwell.parallel.signed_store import signed_where_secret
 from shardwell.parallel.stragglers import PeerWait
 
@@ -111,12 +111,13 @@ class Agreement:
         self.rank = mesh.global_rank(mesh.rank)
         self.ranks = mesh.ranks or tuple(range(mesh.size))  # in the default process group
         self.size = len(self.ranks)
-        self._active = mesh.size > 1 and mesh.backend != "fake"
+        self._active = mesh.size > 1 and mesh.backend != "fake" and not mesh.is_simulated
         self.time_limit = time_limit
         self.failures = PeerFailures(self.rank, self.ranks, cut_links)
-        self.advice = _ADVICE  # what the user can do about a divergence
+        self.failures.runs_ahead = mesh.backend == "nccl" and not mesh.is_simulated
+        self.compare: Callable[[str], bool] | None = None  # returns whether all ranks have this token; set if many
         self.probe: Callable[[], None] = lambda: None  # raises if a link to another rank is broken
-        self.advise: Callable[[str, str], str] | None = None  # returns the advice for the tokens of two ranks
+        self.advise: Callable[[str, str], str] = lambda ours, theirs: _ADVICE  # for the tokens of two ranks
         self.store: Any = None  # in which the ranks of this engine leave messages for each other; None with one rank
         self.open()
 
@@ -157,10 +158,27 @@ class Agreement:
         self.tokens.follow(token, is_settled=True)
 
     def _settle(self, token: str) -> None:
-        """Decide a new position: the first rank that reaches it writes its token down, and others compare theirs."""
+        """Decide a new position: the first rank that reaches it writes its token down, and others compare theirs.
+
+        Many ranks compare by an all-reduce instead, and ask the store only if they differ. They all come here, because
+        their tables were equal so far.
+        """
         tokens = self.tokens
-        self._check(self._board.first(f"new/{tokens.generation}/{tokens.position}", self._signed(token)), token)
+        if self.compare is None or not self.compare(token):
+            self._check(self._board.first(f"new/{tokens.generation}/{tokens.position}", self._signed(token)), token)
+            if self.compare is not None:
+                self._await_divergence(token)
         tokens.write(token)
+
+    def _await_divergence(self, token: str) -> NoReturn:
+        """Raise the error of another rank, which differs from this one and from the first rank."""
+        begin, pause = time.monotonic(), Pause(self.size)
+        while time.monotonic() - begin < self.time_limit:
+            self.failures.check()
+            pause()
+        raise self.fail(
+            DivergenceError(f"ranks diverge: not all ranks run '{token}', as rank {self.rank} does. {_ADVICE}")
+        )
 
     def _deviate(self, token: str, expected: str) -> None:
         """Wait until all ranks deviate from the expected token in the same way, and enter the new token."""
@@ -186,20 +204,23 @@ class Agreement:
         `expected` is the token in the table, if that is another one.
         """
         self._board.set(f"{key}/{self.rank}", "")
-        arrived = self._board.add(f"{key}/count", 1)
+        if self._board.arrive(key, self.ranks.index(self.rank), self.size):
+            return
         wait = PeerWait(self, key, token, expected, timeout() if limited else float("inf"))
-        pause = 1e-4
+        pause = Pause(self.size)
         before, self.is_waiting = self.is_waiting, True
         try:
-            while arrived < self.size:
+            while not self._board.has_all(key):
                 self.failures.check()
                 self.check_exits(self.tokens.num_announced + bool(expected))  # a deviation is not counted yet
                 wait.look()
-                time.sleep(pause)
-                pause = min(pause * 2, 0.05)
-                arrived = self._board.add(f"{key}/count", 0)
+                pause()
         finally:
             self.is_waiting = before
+
+    def is_first(self, what: str) -> bool:
+        """Return whether this rank is the first to ask: one rank looks at all others, and tells them what it finds."""
+        return self._board.first(what, str(self.rank)) == str(self.rank)
 
     def missing(self, key: str) -> list[int]:
         """Return the ranks that have not arrived where this rank waits."""
@@ -220,14 +241,16 @@ class Agreement:
     def behind(self) -> dict[int, Heartbeat]:
         """Return the ranks that have not announced what this rank waits for, with their heartbeats.
 
-        The result is empty if a lower rank has announced it, because then that rank reports.
+        The result is empty on all ranks that wait for it but one, which reports.
         """
-        if not self._active:
+        if not self._active or not self.is_first(f"behind/{self.tokens.num_announced}"):
             return {}
+        return self.signs_behind()
+
+    def signs_behind(self) -> dict[int, Heartbeat]:
+        """Return the heartbeats of the ranks that have announced less than this rank."""
         signs = {rank: self.sign_of(rank) for rank in self.ranks if rank != self.rank}
         known = {rank: sign for rank, sign in signs.items() if sign is not None}
-        if any(rank < self.rank and sign.moves >= self.tokens.num_announced for rank, sign in known.items()):
-            return {}
         return {rank: sign for rank, sign in known.items() if sign.moves < self.tokens.num_announced}
 
     def _check(self, written: str, token: str) -> None:
@@ -242,7 +265,7 @@ class Agreement:
 
     def way_out(self, ours: str, theirs: str) -> str:
         """Return the advice for a divergence between two tokens."""
-        return self.advice if self.advise is None else self.advise(ours, theirs)
+        return self.advise(ours, theirs)
 
     def _signed(self, token: str) -> str:
         return f"{self.rank} {token}"
@@ -269,8 +292,19 @@ class Agreement:
             raise
 
     def diagnose(self, error: Exception) -> ShardwellError:
-        """Return the cause of a broken collective, see `PeerFailures.diagnose`."""
-        return self.failures.diagnose(error, self.tokens.num_announced)
+        """Return the cause of a broken collective, see `PeerFailures.diagnose`.
+
+        A rank that runs ahead may have announced the broken collective and ended before its device took part.
+        """
+        return self.failures.diagnose(error, self.tokens.num_announced + self.failures.runs_ahead)
+
+    def check_peers(self) -> None:
+        """Raise if a rank has failed or ended, where numbers that the device computed since then may be garbage."""
+        if self._active and self.failures.runs_ahead:
+            if self.failures.error is not None:
+                self.failures.raise_again()
+            self.failures.check()
+            self.failures.check_exits(self.tokens.num_announced + 1)
 
     def check_exits(self, needed: int | None = None) -> None:
         """Raise if a rank has ended and will never take part in this rank's collective, which needs all ranks."""

@@ -14,12 +14,13 @@ from datetime import timedelta
 from torch.distributed import TCPStore  # type: ignore[attr-defined, unused-ignore]
 
 from shardwell.errors import PeerError
+from shardwell.parallel.rank_store import Pause, arrive, has_all
 
+ANY_ENDED = "ended/any"  # a rank has ended, says the launcher: only then ranks look which one
 LAUNCHERS_WORDS = "launcher"  # prefix of the keys that the launcher writes to the ranks' store
 VARIABLE = "SHARDWELL_ROLL_CALL"  # set by a launcher that writes which ranks have ended
 _HERE = "shardwell/here"
 _USUAL = timedelta(minutes=30)  # torch's default
-_LONGEST = 0.2  # seconds between two checks
 
 
 def ended_key(rank: int) -> str:
@@ -35,17 +36,17 @@ def await_all_ranks(timeout: timedelta | None) -> None:
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     store = TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=limit)
     store.set(f"{_HERE}/{rank}", "")
-    deadline, pause = time.monotonic() + limit.total_seconds(), 0.001
-    missing = [other for other in range(size) if other != rank]
-    while missing and time.monotonic() < deadline:
-        missing = [other for other in missing if not store.check([f"{_HERE}/{other}"])]
-        ended = [other for other in missing if store.check([f"{LAUNCHERS_WORDS}/{ended_key(other)}"])]
-        ended = [other for other in ended if not store.check([f"{_HERE}/{other}"])]  # it may have come meanwhile
+    if arrive(store, _HERE, rank, size):
+        return
+    deadline, pause = time.monotonic() + limit.total_seconds(), Pause(size)
+    while not has_all(store, _HERE) and time.monotonic() < deadline:
+        pause()
+        if not store.check([f"{LAUNCHERS_WORDS}/{ANY_ENDED}"]):
+            continue
+        ended = [other for other in range(size) if store.check([f"{LAUNCHERS_WORDS}/{ended_key(other)}"])]
+        ended = [other for other in ended if not store.check([f"{_HERE}/{other}"])]  # it may have come before
         if ended:
             raise PeerError(
                 f"rank {ended[0]} ended, without an error, before it came to `initialize`, where rank {rank} waits for "
                 "it. Let all ranks of a script get there, or none"
             )
-        if missing:
-            time.sleep(pause)
-            pause = min(2 * pause, _LONGEST)

@@ -11,7 +11,8 @@ device choose the transport once:
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import hashlib
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -27,11 +28,14 @@ from shardwell.parallel.agreement import Agreement
 from shardwell.parallel.hierarchical import HierarchicalTransport
 from shardwell.parallel.links import Links
 from shardwell.parallel.mesh import RankGroup
+from shardwell.parallel.nccl import abort_groups
 from shardwell.parallel.replicated import ReplicatedTransport
+from shardwell.parallel.simulated_moves import simulate_control, simulate_move
 from shardwell.parallel.torch_transport import SingleRankTransport, TorchTransport
 from shardwell.parallel.traffic import BETWEEN, INSIDE, TrafficKind, TrafficReport, TrafficStats
 from shardwell.parallel.transport import DirectTransport, GlooTransport, Transport, Work, end_loans, lend
 
+MANY_RANKS = 64  # from which on ranks compare tokens by collectives: one process holds the store, and serves them all
 _MOST_TOKENS = 1 << 14  # tokens with sizes that are cached
 
 
@@ -135,6 +139,16 @@ class Collectives:
     @agreement.setter
     def agreement(self, agreement: Agreement | None) -> None:
         self.links.agreement = agreement
+        if agreement is not None and MANY_RANKS <= self.rank_group.size == agreement.size:
+            agreement.compare = self.compare_tokens
+
+    def compare_tokens(self, token: str) -> bool:
+        """Return whether all ranks have this token, by an all-reduce of its digest. All ranks must call this."""
+        code = int.from_bytes(hashlib.blake2b(token.encode(), digest_size=7).digest(), "big")
+        highest = torch.tensor([code, -code], dtype=torch.int64, device=self.device.torch_device)
+        lent = lend(highest) if self.host_drives_progress else highest
+        self._complete(dist.all_reduce, lent, dist.ReduceOp.MAX)
+        return bool(highest.tolist() == [code, -code])
 
     @property
     def host_starts_hops(self) -> bool:
@@ -234,7 +248,13 @@ class Collectives:
 
     # ---------------------------------------------------------------------------------------------- other collectives
 
-    def all_to_all(self, outgoing: list[Tensor], incoming: list[Tensor], token: str) -> None:
+    def all_to_all(
+        self,
+        outgoing: Sequence[Tensor],
+        incoming: Sequence[Tensor],
+        token: str,
+        kind: TrafficKind = TrafficKind.OPTIMIZER,
+    ) -> None:
         """Send outgoing[r] to rank r and receive incoming[r] from it. Sizes may differ; both sides must know them."""
         ranks = self.rank_group
         incoming[ranks.rank].copy_(outgoing[ranks.rank])
@@ -243,7 +263,7 @@ class Collectives:
         sizes = [0 if rank == ranks.rank else tensor.nbytes for rank, tensor in enumerate(incoming)]
         intra_node = sum(size for rank, size in enumerate(sizes) if ranks.is_same_node(rank))
         received = ReceivedParts(intra_node, sum(sizes) - intra_node, num_hops=ranks.size)
-        self._begin(token, None, TrafficKind.OPTIMIZER, 1, received)
+        self._begin(token, None, kind, 1, received)
         self.direct.exchange(outgoing, incoming)
 
     def broadcast(
@@ -272,6 +292,9 @@ class Collectives:
         if self.rank_group.size > 1:
             num_bytes = 2 * value.numel() * value.element_size()
             self._begin(token, value, TrafficKind.CONTROL, num_bytes, self._from_peers)
+            if self.rank_group.is_simulated:
+                simulate_control(self.rank_group)
+                return
             # gloo gets an alias, since a script may end right after this
             self._complete(dist.all_reduce, lend(value) if self.host_drives_progress else value)
 
@@ -281,6 +304,9 @@ class Collectives:
             return value
         least = self.device.scalar(value, torch.float64)
         self._begin(token, None, TrafficKind.CONTROL, 2 * least.nbytes, self._from_peers)
+        if self.rank_group.is_simulated:
+            simulate_control(self.rank_group)
+            return value
         lent = lend(least) if self.host_drives_progress else least
         self._complete(dist.all_reduce, lent, dist.ReduceOp.MIN)
         return value if least.is_meta else float(least)
@@ -355,6 +381,9 @@ class Collectives:
 
     def _complete(self, collective: Callable[..., Any], tensor: Tensor, *args: Any, **kwargs: Any) -> None:
         """Start a collective of torch.distributed and wait for it."""
+        if self.rank_group.is_simulated:
+            simulate_move(collective, (tensor, *args), self.rank_group)
+            return
         try:
             work = collective(tensor, *args, **kwargs, group=self.rank_group.group, async_op=True)
         except RuntimeError as error:
@@ -376,10 +405,7 @@ class Collectives:
 
     def abort_links(self) -> None:
         """Break this rank's links so that peers waiting for it wake up with an error."""
-        if self.hops is not None:
-            self.hops.inside.abort_links()
-            self.hops.across.abort_links()
-        self.links.abort()
+        abort_links([self])
 
     def close(self) -> None:
         """Destroy the process groups that belong to this engine."""
@@ -390,11 +416,20 @@ class Collectives:
         end_loans()
 
 
+def abort_links(groups: Sequence[Collectives]) -> None:
+    """Break this rank's links in these groups and in their hops; NCCL's communicators are aborted together."""
+    hops = [hop for one in groups if one.hops is not None for hop in (one.hops.inside, one.hops.across)]
+    every = [*groups, *hops]
+    abort_groups([group for one in every for group in one.links.nccl_groups])
+    for one in every:
+        one.links.abort()
+
+
 def _transport_for(mesh: RankGroup, device: Device, links: Links, temporary: TemporaryBuffers) -> DirectTransport:
     """Return the fastest transport for a backend and device."""
     if mesh.size == 1:
         return SingleRankTransport(device)
-    if mesh.backend == "gloo" and device.torch_device.type == "cpu":
+    if mesh.backend == "gloo" and (device.torch_device.type == "cpu" or not device.has_device_memory):
         return GlooTransport(mesh, links, temporary)
     return TorchTransport(mesh, device, links, temporary)
 

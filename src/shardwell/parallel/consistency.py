@@ -15,6 +15,7 @@ from typing import Any
 
 from shardwell.errors import DivergenceError, PeerError
 from shardwell.parallel.collectives import Collectives
+from shardwell.parallel.rank_store import Pause, arrive, has_all
 
 _SIZE = 16  # bytes of a digest
 _TIMEOUT = 10.0  # seconds to wait for the messages of other ranks, which all know that they have to send them
@@ -62,21 +63,20 @@ class _Exchange:
 
     def _hear(self, key: str, rank: int) -> Any:
         """Wait for a rank's message in the store and return it."""
-        deadline = time.monotonic() + _TIMEOUT
+        deadline, pause = time.monotonic() + _TIMEOUT, Pause(self._size)
         while not self._store.check([key]):
             if time.monotonic() > deadline:
                 raise PeerError(f"rank {rank} trains something else, and did not say what within {_TIMEOUT:g} s")
-            time.sleep(0.01)
+            pause()
         return json.loads(self._store.get(key))
 
     def end(self) -> None:
         """Wait until all ranks have read: the store may end with the first rank that leaves."""
         with contextlib.suppress(RuntimeError):
-            heard = self._store.add(f"{self._prefix}/heard", 1)
-            deadline = time.monotonic() + _TIMEOUT
-            while heard < self._size and time.monotonic() < deadline:
-                time.sleep(0.01)
-                heard = self._store.add(f"{self._prefix}/heard", 0)
+            arrive(self._store, key := f"{self._prefix}/heard", self._rank, self._size)
+            deadline, pause = time.monotonic() + _TIMEOUT, Pause(self._size)
+            while not has_all(self._store, key) and time.monotonic() < deadline:
+                pause()
 
 
 def _digest(section: Mapping[str, str | bytes]) -> bytes:

@@ -27,6 +27,8 @@ _NAMES = {
     "dp": "shard",
     "data": "shard",
     "fsdp": "shard",
+    "ep": "expert",
+    "expert": "expert",
     "cp": "sequence",
     "sp": "sequence",
     "sequence": "sequence",
@@ -34,7 +36,7 @@ _NAMES = {
     "tensor": "tensor",
     "model": "tensor",
 }
-_MODEL = ("pipe", "sequence", "tensor")
+_MODEL = ("pipe", "expert", "sequence", "tensor")
 
 
 def grid_of_mesh(mesh: DeviceMesh, num_ranks: int, device: torch.device) -> Grid:
@@ -80,8 +82,8 @@ def _axes_of(names: tuple[str, ...], num_dims: int, shown: str) -> list[str]:
     if not names or strange:
         found = f"the dimension '{strange[0]}'" if strange else f"{num_dims} dimensions without names"
         raise ShardwellError(
-            f"initialize(mesh=...): {shown} has {found}. Name the dimensions: pp, dp_replicate, dp_shard or dp, sp or "
-            "cp, tp."
+            f"initialize(mesh=...): {shown} has {found}. Name the dimensions: pp, dp_replicate, dp_shard or dp, ep, sp "
+            "or cp, tp."
         )
     axes = [axis for axis in known if axis is not None]
     if twice := [axis for axis in axes if axes.count(axis) > 1]:
@@ -115,12 +117,15 @@ def _asked(mpu: Any) -> tuple[dict[str, int], dict[str, int]]:
     for axis, names in {
         "tensor": ("tensor_model_parallel", "model_parallel", "slice_parallel"),
         "pipe": ("pipeline_model_parallel", "pipe_parallel"),
+        "expert": ("expert_model_parallel", "expert_parallel"),
         "sequence": ("sequence_parallel", "context_parallel"),
         "shard": ("data_parallel",),
     }.items():
         for name in names:
             size, rank = getattr(mpu, f"get_{name}_world_size", None), getattr(mpu, f"get_{name}_rank", None)
-            if size is not None and rank is not None:
+            # DeepSpeed's own module has the sequence axis under the name of the model axis, too.
+            is_sequence = axis == "tensor" and size == getattr(mpu, "get_sequence_parallel_world_size", None)
+            if size is not None and rank is not None and not is_sequence:
                 sizes[axis], position[axis] = int(size()), int(rank())
                 break
     return sizes, position

@@ -72,4 +72,6 @@ class GroupAgreement(Agreement):
 
     def behind(self) -> dict[int, Heartbeat]:
         """Return the ranks of this group that are behind with what all ranks do, with their heartbeats."""
-        return {rank: sign for rank, sign in self._whole.behind().items() if rank in self.ranks}
+        if not self.is_first(f"behind/{self.tokens.num_announced}"):
+            return {}
+        return {rank: sign for rank, sign in self._whole.signs_behind().items() if rank in self.ranks}

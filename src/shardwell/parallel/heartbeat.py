@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from shardwell.parallel.device_watch import DeviceWatch
 from shardwell.parallel.thread_location import main_thread_state, thread_location
 
 if TYPE_CHECKING:
@@ -54,9 +55,10 @@ class Heartbeats:
         self.number, self._rank, self._size, self.home = number, rank, size, home
         self._agreement = weakref.ref(agreement)
         self._thread_state = main_thread_state()
-        self._store = store
+        self._store = self._shared = store
         with contextlib.suppress(AttributeError, RuntimeError):  # not every store can be cloned
             self._store = store.clone()  # with a connection of its own: other threads may block while they hold theirs
+        self._watch = DeviceWatch(self._store) if agreement.failures.runs_ahead else None
         self._seen = (-1, False)
         self._since = time.monotonic()
         self._processes: dict[int, RankProcess] = {}  # of other ranks on this machine
@@ -69,8 +71,8 @@ class Heartbeats:
     def beat(self) -> bool:
         """Write what this rank does, if it is time; return false if the engine or the store has ended."""
         agreement = self._agreement()
-        if agreement is None or agreement.failures.is_over:
-            return False
+        if agreement is None or agreement.failures.is_over or agreement.store is not self._shared:
+            return False  # the engine has ended, or begun again after a failure
         now = time.monotonic()
         if now < self._next:
             return True
@@ -87,7 +89,9 @@ class Heartbeats:
             self._learn_processes()
             for rank in self.lost():
                 agreement.failures.report_lost(self._store, rank)
-        except RuntimeError:  # the store has ended; the code that needs it reports that
+            if self._watch is not None:
+                self._watch.look(agreement)
+        except RuntimeError:  # the store has ended, which the code that needs it reports; or a rank has failed
             return False
         return True
 

@@ -43,7 +43,8 @@ class HierarchicalTransport:
 
     def all_gather(self, flat: Tensor) -> Work:
         """Start an all-gather of `flat`: across the nodes first, then inside the node."""
-        slab = flat.chunk(self._node_size)[self._local_rank]
+        numel = flat.numel() // self._node_size
+        slab = flat[self._local_rank * numel : (self._local_rank + 1) * numel]
         return self._followed(self._across.all_gather(slab), partial(self._inside.all_gather, flat))
 
     def reduce_scatter(self, flat: Tensor, into: Tensor, scale: float, accumulate: bool) -> Work:

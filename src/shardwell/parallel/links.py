@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from datetime import timedelta
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -67,9 +67,10 @@ class Links:
         """Break this rank's links so that peers waiting for it wake up with an error.
 
         Gloo closes all connections of a group when a receive times out, so a receive that no send matches is posted.
-        This needs a peer whose link is intact: over a broken link the receive fails immediately and closes none.
+        This needs a peer whose link is intact: over a broken link the receive fails immediately and closes none. NCCL's
+        communicators are aborted together, see `nccl_groups`.
         """
-        if self._mesh.backend != "gloo":
+        if self._mesh.backend != "gloo" or self._mesh.is_simulated:
             return
         for peer in range(self._mesh.size):
             if peer != self._mesh.rank:
@@ -78,9 +79,14 @@ class Links:
                     if work is not None:
                         work.wait(timedelta(milliseconds=1))
 
+    @property
+    def nccl_groups(self) -> list[Any]:
+        """Return the process groups with NCCL communicators that a failure aborts."""
+        return [self._mesh.reduce_group, self._mesh.group] if self._mesh.backend == "nccl" else []
+
     def _try(self) -> None:
         """Raise if a peer is gone and has left no message: a receive over a broken link fails immediately."""
-        if self._mesh.backend == "gloo":
+        if self._mesh.backend == "gloo" and not self._mesh.is_simulated:
             for peer in (peer for peer in range(self._mesh.size) if peer != self._mesh.rank):
                 number = self._mesh.global_rank(peer)
                 try:

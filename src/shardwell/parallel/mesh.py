@@ -14,8 +14,10 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 
-from shardwell.memory.device import num_gpus
+from shardwell.memory.local_gpus import num_gpus
+from shardwell.memory.machine import current_machine
 from shardwell.parallel.attendance import await_all_ranks
+from shardwell.parallel.nccl import keeping_the_process
 
 _USUAL_TIMEOUT = 1800.0  # seconds: torch's default
 
@@ -41,6 +43,7 @@ class RankGroup:
     ranks: tuple[int, ...] = ()  # global ranks, for broadcast and point-to-point; empty: 0..size-1
     local_world_size: int = 1  # ranks that share this machine's memory and disks, according to the launcher
     reduce_group: Any = None  # a second communicator of the same ranks, for reductions; None: `group` serves them, too
+    is_simulated: bool = False  # the other ranks do not exist, and no bytes are moved
 
     def is_same_node(self, rank: int) -> bool:
         """Return whether `rank` is on this rank's own node."""
@@ -70,14 +73,16 @@ class RankGroup:
 
 def world_mesh(device: torch.device) -> RankGroup:
     """Return the group of all ranks of the default process group, as one node, or of this process alone."""
+    if (ranks := current_machine().ranks) is not None:
+        backend, local = ranks.backend if ranks.size > 1 else "none", local_world_size(ranks.size)
+        return RankGroup(ranks.rank, ranks.size, ranks.size, backend, local_world_size=local, is_simulated=True)
     if not dist.is_initialized():
         return RankGroup(0, 1, 1, "none")
     rank, size = dist.get_rank(), dist.get_world_size()
-    backend = _backend_for(device)
-    # gloo gets its own process group: an engine that fails cuts its links to wake its peers, and must not cut the
-    # links of the user's process group.
-    group = dist.new_group(backend="gloo", timeout=_timeout()) if backend == "gloo" and size > 1 else None
-    backend = backend if size > 1 else "none"
+    backend = _backend_for(device) if size > 1 else "none"
+    # The engine gets its own process group: when it fails, it cuts its links to wake its peers, and must not cut the
+    # links of the default process group, from which it makes new ones if all ranks go on after an error.
+    group = _new_group(range(size), backend, "shardwell") if backend in ("gloo", "nccl") else None
     reducing = _reduce_group(range(size), backend)
     return RankGroup(rank, size, size, backend, group, local_world_size=local_world_size(size), reduce_group=reducing)
 
@@ -89,21 +94,33 @@ def _reduce_group(ranks: Sequence[int], backend: str) -> Any:
     and leave one direction of the link idle. Two cannot lock each other up: every rank enqueues the collectives of both
     in the same order, and the kernels of both fit on a device beside each other.
     """
-    if backend != "nccl" or len(ranks) == 1:
+    if backend != "nccl" or len(ranks) == 1 or current_machine().ranks is not None:
         return None
-    return dist.new_group(list(ranks), backend=backend, timeout=_timeout(), group_desc="reductions")
+    return _new_group(ranks, backend, "shardwell's reductions")
+
+
+def _new_group(ranks: Sequence[int], backend: str, words: str | None = None) -> Any:
+    """Return a process group of these ranks, in which errors do not end the process.
+
+    It is None for one rank, and in a simulation.
+    """
+    if len(ranks) == 1 or current_machine().ranks is not None:
+        return None
+    with keeping_the_process():
+        return dist.new_group(list(ranks), backend=backend, timeout=_timeout(), group_desc=words)
 
 
 def node_mesh(world: RankGroup) -> RankGroup:
     """Return the group of this rank's node: `world.node_size` consecutive ranks, or fewer on the last node."""
     mine: RankGroup | None = None
-    for start in range(0, world.size, world.node_size):
+    first = world.rank // world.node_size * world.node_size
+    for start in [first] if world.is_simulated else range(0, world.size, world.node_size):
         ranks = tuple(range(start, min(start + world.node_size, world.size)))
-        group = dist.new_group(list(ranks), backend=world.backend, timeout=_timeout()) if len(ranks) > 1 else None
+        group = _new_group(ranks, world.backend)
         reducing = _reduce_group(ranks, world.backend)
         if world.rank in ranks:
             backend, place = world.backend if len(ranks) > 1 else "none", (world.rank - start, len(ranks), len(ranks))
-            mine = RankGroup(*place, backend, group, ranks, world.local_world_size, reducing)
+            mine = RankGroup(*place, backend, group, ranks, world.local_world_size, reducing, world.is_simulated)
     assert mine is not None
     return mine
 
@@ -111,28 +128,33 @@ def node_mesh(world: RankGroup) -> RankGroup:
 def across_mesh(world: RankGroup) -> RankGroup:
     """Return the group of the ranks that have the same position as this rank in their nodes."""
     mine: RankGroup | None = None
-    for stand in range(world.node_size):
+    for stand in [world.rank % world.node_size] if world.is_simulated else range(world.node_size):
         ranks = tuple(range(stand, world.size, world.node_size))
-        group = dist.new_group(list(ranks), backend=world.backend, timeout=_timeout())
+        group = _new_group(ranks, world.backend)
         reducing, place = _reduce_group(ranks, world.backend), (world.rank // world.node_size, len(ranks), 1)
         if world.rank in ranks:
-            mine = RankGroup(*place, world.backend, group, ranks, reduce_group=reducing)
+            mine = RankGroup(
+                *place, world.backend, group, ranks, reduce_group=reducing, is_simulated=world.is_simulated
+            )
     assert mine is not None
     return mine
 
 
 def mesh_of(world: RankGroup, parts: Sequence[Sequence[int]]) -> RankGroup:
-    """Return the group of this rank among `parts`, which hold every rank once. All ranks must call it."""
+    """Return the group of this rank among `parts`, which hold every rank once. All ranks must call it.
+
+    In a simulation this rank's part suffices.
+    """
     mine: RankGroup | None = None
     for part in parts:
         ranks = sorted(part)  # as torch does: a library's collectives follow the order of the process group
         is_alone = len(ranks) == 1
-        group = None if is_alone else dist.new_group(ranks, backend=world.backend, timeout=_timeout())
+        group = _new_group(ranks, world.backend)
         reducing = _reduce_group(ranks, world.backend)
         if world.rank in ranks:
             place = ranks.index(world.rank), len(ranks), _node_size(ranks, world.node_size)
             backend = "none" if is_alone else world.backend
-            mine = RankGroup(*place, backend, group, tuple(ranks), world.local_world_size, reducing)
+            mine = RankGroup(*place, backend, group, tuple(ranks), world.local_world_size, reducing, world.is_simulated)
     assert mine is not None
     return mine
 
@@ -141,7 +163,7 @@ def pair_group(rank: int, pairs: Sequence[Sequence[int]], backend: str) -> Any:
     """Return the process group of the pair that has this rank; None if no pair has. All ranks must call it."""
     mine = None
     for pair in pairs:
-        group = dist.new_group(sorted(pair), backend=backend, timeout=_timeout())
+        group = _new_group(sorted(pair), backend)
         mine = group if rank in pair else mine
     return mine
 
@@ -171,13 +193,12 @@ def timeout() -> float:
 
 def local_world_size(world_size: int) -> int:
     """Return the number of ranks on this machine, according to the launcher."""
-    local = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
-    return local if 0 < local <= world_size else world_size
+    return current_machine().local_world_size(world_size)
 
 
 def local_ranks_are_consecutive(rank: int, node_size: int) -> bool:
     """Return whether this rank's LOCAL_RANK is the one it has if the ranks of each node are consecutive."""
-    return int(os.environ.get("LOCAL_RANK", rank % node_size)) == rank % node_size
+    return current_machine().is_consecutive(rank, node_size)
 
 
 def smallest_node(num_ranks: int, ranks_per_node: int) -> int:
@@ -187,11 +208,15 @@ def smallest_node(num_ranks: int, ranks_per_node: int) -> int:
 
 def size_of_world() -> int:
     """Return the world size of the default process group; 1 without one."""
+    if (ranks := current_machine().ranks) is not None:
+        return ranks.size
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
 def rank_in_world() -> int:
     """Return this rank in the default process group; 0 without one."""
+    if (ranks := current_machine().ranks) is not None:
+        return ranks.rank
     return dist.get_rank() if dist.is_initialized() else 0
 
 
@@ -205,14 +230,15 @@ def start_process_group(device: torch.device, timeout: timedelta | None = None) 
 
     Without a launcher (no RANK in the environment) the process remains single.
     """
-    if dist.is_initialized() or "RANK" not in os.environ:
+    if dist.is_initialized() or "RANK" not in os.environ or current_machine().ranks is not None:
         return False
     await_all_ranks(timeout)
     backend = "nccl" if device.type == "cuda" and _one_gpu_each() else "gloo"
-    if device.type == "cuda" and backend == "nccl":
-        dist.init_process_group(backend, timeout=timeout, device_id=device)
-    else:
-        dist.init_process_group(backend, timeout=timeout)
+    with keeping_the_process():
+        if device.type == "cuda" and backend == "nccl":
+            dist.init_process_group(backend, timeout=timeout, device_id=device)
+        else:
+            dist.init_process_group(backend, timeout=timeout)
     return True
 
 

@@ -14,11 +14,12 @@ from typing import Any, NoReturn
 
 from shardwell.errors import DivergenceError, PeerError, ShardwellError
 from shardwell.parallel.heartbeat import Heartbeats
-from shardwell.parallel.rank_store import RankStore
+from shardwell.parallel.rank_store import Pause, RankStore
 
 _FAILURE = "failure"
-_END = "end"
-_AFTER, _LEFT = "after", "left"  # what a rank leaves when it ends an engine that has failed
+_END, _ANY = "end", "any"
+_AFTER = "after"  # under it ranks are counted that have ended an engine that has failed
+_WHY_NOT = f"{_AFTER}/why not"  # the first reason why they cannot go on
 _NO_RETURN = (
     "All ranks stop where one fails, because the others wait for what it would bring: an error that is caught does not "
     "bring this engine back. Start again from the last checkpoint, and leave out what may fail (a bad batch, say) "
@@ -33,6 +34,7 @@ class PeerFailures:
         """Begin without a store. `cut_links` breaks this rank's links, so that peers which wait for it wake up."""
         self._rank, self._ranks = rank, ranks
         self.cut_links = cut_links
+        self.runs_ahead = False  # the host only enqueues collectives, and the device waits for other ranks (NCCL)
         self._store: Any = None
         self._board: RankStore | None = None
         self._pulse: Heartbeats | None = None
@@ -88,8 +90,12 @@ class PeerFailures:
             with contextlib.suppress(Exception):  # the store may have ended with the process that holds it
                 if self.error is None:
                     self._board.set(f"{_END}/{self._rank}", f"{num_announced} {words}")
-                elif is_exit:
-                    self._board.first(f"{_AFTER}/{self._rank}", _LEFT)
+                    self._board.set(f"{_END}/{_ANY}", "")  # only now other ranks look for it
+                elif is_exit and not self._board.has(f"{_AFTER}/{self._rank}"):
+                    reason = self._first_words(self._board)
+                    words = f"the process of rank {self._rank} ended after the failure ({reason})"
+                    self._board.first(_WHY_NOT, words)
+                    self._arrive_after(self._board)
             self.is_over = True
 
     # ---------------------------------------------------------------------------------------------------- finding
@@ -110,20 +116,21 @@ class PeerFailures:
         except RuntimeError:  # the store ended with the process that holds it
             return True
 
-    def check(self) -> None:
-        """Raise the error of the first rank that failed, if one has."""
-        if self._board is None or not self._board.has(_FAILURE):
+    def check(self, board: RankStore | None = None) -> None:
+        """Raise the error of the first rank that failed, if one has. Other threads have a `board` of their own."""
+        board = board or self._board
+        if board is None or not board.has(_FAILURE):
             return
-        kind, rank, words = self._board.get(_FAILURE).split(" ", 2)
+        kind, rank, words = board.get(_FAILURE).split(" ", 2)
         known = {"divergence": DivergenceError(words), "lost": PeerError(words)}
         found = known.get(kind) or PeerError(f"rank {rank} failed first: {words}. {_NO_RETURN}")
         self.error = type(found), str(found)
         self.cut_links()
         raise found
 
-    def check_exits(self, needed: int) -> None:
+    def check_exits(self, needed: int, board: RankStore | None = None) -> None:
         """Raise if a rank has ended before `needed` tokens and will never take part in this rank's collective."""
-        if (words := self._ended_ranks(needed)) is not None:
+        if (words := self._ended_ranks(needed, board or self._board)) is not None:
             raise self._missing(words)
 
     def _missing(self, words: str) -> PeerError:
@@ -131,10 +138,9 @@ class PeerFailures:
         self.error = PeerError, words
         return PeerError(words)
 
-    def _ended_ranks(self, needed: int) -> str | None:
+    def _ended_ranks(self, needed: int, board: RankStore | None) -> str | None:
         """Return the messages of ranks that ended before `needed` tokens, with advice; None if no rank has."""
-        board = self._board
-        if board is None:
+        if board is None or not board.has(f"{_END}/{_ANY}"):
             return None
         others = (rank for rank in self._ranks if rank != self._rank)
         ended = [rank for rank in others if board.has(f"{_END}/{rank}")]
@@ -193,24 +199,31 @@ class PeerFailures:
         if self._board is None:
             return None
         where = "step" if is_updating else self._where
-        mine = json.dumps([self.error is not None, where, state])
         reason = self._first_words(self._board)
         try:
-            self._board.first(f"{_AFTER}/{self._rank}", mine)
-            others = self._await_states(self._board, time_limit)
+            if why_not := self._unlike_first(self._board, where, state, reason):
+                self._board.first(_WHY_NOT, why_not)
+            self._arrive_after(self._board)
+            self._await_others(self._board, time_limit)
+            return self._board.get(_WHY_NOT) if self._board.has(_WHY_NOT) else None
         except ShardwellError as error:
             return str(error)
-        if (left := [rank for rank, words in others.items() if words == _LEFT]) != []:
-            return f"the process of rank {left[0]} ended after the failure ({reason})"
-        states = {rank: json.loads(words) for rank, words in others.items()}
-        for rank, (raised, where, theirs) in states.items():
-            if not raised:
-                return f"rank {rank} did not have the failure of the others ({reason}): it is at another place"
-            if where == "step":
-                return f"rank {rank} failed in a step: its parameters may be updated in part ({reason})"
-            if theirs != state:
-                return f"rank {rank} is at {theirs} and rank {self._rank} at {state} after the failure ({reason})"
-        return None
+
+    def _unlike_first(self, board: RankStore, where: str, state: str, reason: str) -> str:
+        """Return why this rank cannot go on with the rank that came first; an empty string if it can."""
+        if self.error is None:
+            return f"rank {self._rank} did not have the failure of the others ({reason}): it is at another place"
+        if where == "step":
+            return f"rank {self._rank} failed in a step: its parameters may be updated in part ({reason})"
+        rank, theirs = json.loads(board.first(f"{_AFTER}/state", json.dumps([self._rank, state])))
+        if theirs != state:
+            return f"rank {self._rank} is at {state} and rank {rank} at {theirs} after the failure ({reason})"
+        return ""
+
+    def _arrive_after(self, board: RankStore) -> None:
+        """Count this rank among those that have ended an engine that has failed, once."""
+        if board.first(f"{_AFTER}/{self._rank}", mine := str(time.monotonic_ns())) == mine:
+            board.arrive(_AFTER, self._ranks.index(self._rank), len(self._ranks))
 
     def _first_words(self, board: RankStore) -> str:
         """Return the first sentence of the first rank that failed, which is not to be taken for that error again."""
@@ -220,17 +233,17 @@ class PeerFailures:
                 return f"rank {rank}: {words.split('. ')[0].rstrip('.')}"
         return "its words are gone"
 
-    def _await_states(self, board: RankStore, time_limit: float) -> dict[int, str]:
-        """Return what each rank has left after a failure; raise an error if one of them will leave nothing."""
-        begin, pause = time.monotonic(), 1e-3
-        while missing := [rank for rank in self._ranks if not board.has(f"{_AFTER}/{rank}")]:
-            if lost := set(self._lost()) & set(missing):
-                raise PeerError(_gone(min(lost)))
+    def _await_others(self, board: RankStore, time_limit: float) -> None:
+        """Wait until all ranks have ended the engine that has failed; raise an error if one of them will not."""
+        begin, pause = time.monotonic(), Pause(len(self._ranks))
+        while not board.has_all(_AFTER):
+            pause()
+            lost = [rank for rank in self._lost() if not board.has(f"{_AFTER}/{rank}")]
+            if lost:
+                raise PeerError(_gone(lost[0]))
             if time.monotonic() - begin > time_limit:
-                raise PeerError(f"rank {missing[0]} did not come within {time_limit:g} s after the failure")
-            time.sleep(pause)
-            pause = min(2 * pause, 0.05)
-        return {rank: board.get(f"{_AFTER}/{rank}") for rank in self._ranks}
+                missing = next((rank for rank in self._ranks if not board.has(f"{_AFTER}/{rank}")), self._rank)
+                raise PeerError(f"rank {missing} did not come within {time_limit:g} s after the failure")
 
 
 def _gone(rank: int) -> str:

@@ -2,7 +2,8 @@
 
 A channel is a sending rank, a receiving rank and a direction of the model (forward or backward). The messages of a
 channel are sent and received in the same order; those of different channels are independent of each other. NCCL matches
-messages by their order only, so each channel has a communicator of its own there. Gloo matches them by tags.
+messages by their order only, so each channel has a communicator of its own there. Gloo matches them by tags, and sends
+from host memory only: tensors on a GPU are copied there and back.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -44,7 +46,11 @@ class PointToPoint:
 
     def send(self, tensor: Tensor, channel: Channel) -> None:
         """Start to send a contiguous tensor, whose memory must not change before `finish_sends`."""
+        if self._pipe.rank_group.is_simulated:
+            return
         self._sending = [(work, kept) for work, kept in self._sending if not work.is_completed()]
+        if self._is_through_host(tensor):
+            tensor = tensor.cpu()  # the host waits for the device, as gloo's collectives do
         sent = lend(tensor) if self._pipe.host_drives_progress else tensor
         target, group = self.line[channel[1]], self._group[channel]
         try:
@@ -56,12 +62,20 @@ class PointToPoint:
     def receive(self, into: Tensor, channel: Channel, kind: TrafficKind = TrafficKind.PIPE) -> Work:
         """Start to receive the next message of a channel."""
         source, group = self.line[channel[0]], self._group[channel]
+        if self._pipe.rank_group.is_simulated:
+            self._pipe.count_message(into.nbytes, source, kind)
+            return Work()
+        place = torch.empty_like(into, device="cpu") if self._is_through_host(into) else into
         try:
-            work = dist.irecv(into, source, group=group, tag=self._tag(channel, sends=False))
+            work = dist.irecv(place, source, group=group, tag=self._tag(channel, sends=False))
         except RuntimeError as error:
             self._pipe.links.raise_cause(error)
         self._pipe.count_message(into.nbytes, source, kind)
-        return Work(partial(self._pipe.direct.wait, [work]))
+        arrived = Work(partial(self._pipe.direct.wait, [work]))
+        return arrived if place is into else arrived.then(partial(into.copy_, place))
+
+    def _is_through_host(self, tensor: Tensor) -> bool:
+        return self._pipe.host_drives_progress and self._pipe.device.is_on_device(tensor)
 
     def finish_sends(self) -> None:
         """Wait until the memory of everything that was sent may be used again."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from shardwell.parallel.agreement import Agreement
-from shardwell.parallel.collectives import Collectives
+from shardwell.parallel.collectives import Collectives, abort_links
 from shardwell.parallel.grid import Grid
 from shardwell.parallel.group_agreement import GroupAgreement
 from shardwell.parallel.mesh import RankGroup, local_ranks_are_consecutive, mesh_of
@@ -24,9 +24,10 @@ class MeshRoles:
     agreement: Agreement  # of all ranks: failures are theirs
     grid: Grid
     tensor: Collectives | None = None  # the ranks that hold the other parts of this rank's tensors
+    expert: Collectives | None = None  # the ranks that hold the other experts
     sequence: Collectives | None = None  # the ranks that hold the other parts of this rank's sequences
     pipe: Collectives | None = None  # the ranks at the same place of the other pipeline stages
-    # the roles of parameters that the ranks of the tensor axis hold alike: their data axis is data x tensor
+    # the roles of parameters that the ranks of the tensor or expert axis hold alike: it is in their data axis
     alike: MeshRoles | None = None
 
     @classmethod
@@ -43,10 +44,14 @@ class MeshRoles:
         assert agreement is not None, "set the agreement of the collectives first"
         agreement.meet(f"MESH {grid.shape} {grid.ranks}")  # ranks with different meshes would hang in what follows
         lines = _Lines(world, grid)
-        stage = lines.along("replicate", "shard", "sequence", "tensor", agrees=True)
-        shard = lines.along("shard", "sequence", within=stage)
+        stage = lines.along("replicate", "shard", "expert", "sequence", "tensor", agrees=True)
+        # Ranks with other experts have other collectives for them: those of listed experts are of other parameters.
+        agrees = grid.expert > 1
+        shard = lines.along("shard", "sequence", agrees=agrees, within=stage)
         replicate = lines.along("replicate", within=stage) if grid.replicate > 1 else None
-        data = lines.along("replicate", "shard", "sequence", within=stage) if replicate is not None else shard
+        data = shard
+        if replicate is not None:
+            data = lines.along("replicate", "shard", "sequence", agrees=agrees, within=stage)
         roles = cls(
             _replicated(shard, replicate),
             replicate,
@@ -57,13 +62,24 @@ class MeshRoles:
             agreement,
             grid,
             tensor=lines.along("tensor", agrees=True) if grid.tensor > 1 else None,
+            expert=lines.along("expert", agrees=True) if grid.expert > 1 else None,
             sequence=lines.along("sequence", agrees=True) if grid.sequence > 1 else None,
             pipe=lines.along("pipe") if grid.pipe > 1 else None,
         )
-        if grid.tensor == 1:
+        if grid.num_parts == 1:
             return roles
-        wide = lines.along("shard", "sequence", "tensor", within=stage)
+        wide = lines.along("shard", "expert", "sequence", "tensor", within=stage)
         return replace(roles, alike=replace(roles, shard=_replicated(wide, replicate), data=stage))
+
+    @property
+    def parts(self) -> Collectives | None:
+        """The ranks that hold the other parts of tensors of which this rank holds one; None if all are whole."""
+        return self.tensor if self.tensor is not None else self.expert
+
+    @property
+    def averaged(self) -> Collectives:
+        """The ranks over which gradients are averaged: of the data axes, also of the expert axis."""
+        return self.data if self.expert is None or self.alike is None else self.alike.data
 
     @property
     def is_first_replica(self) -> bool:
@@ -73,21 +89,20 @@ class MeshRoles:
     def collectives(self) -> list[Collectives]:
         """Return the collectives of all roles, each of them once."""
         roles = [self.shard, self.replicate, self.data, self.stage, self.all, self.secondary]
-        roles += [self.tensor, self.sequence, self.pipe]
+        roles += [self.tensor, self.expert, self.sequence, self.pipe]
         if self.alike is not None:
             roles += self.alike.collectives()
         return list(dict.fromkeys(role for role in roles if role is not None))
 
     def end_step_of_axes(self) -> None:
         """Let the next token begin a new step of the agreements of single axes; `all` has one of its own."""
-        for collectives in (self.stage, self.tensor, self.sequence):
+        for collectives in (self.stage, self.shard, self.data, self.tensor, self.expert, self.sequence):
             if collectives is not None and collectives.agreement not in (None, self.agreement):
                 collectives.agreement.tokens.begin_step()
 
     def abort_links(self) -> None:
         """Break this rank's links in all groups, so that peers waiting for it wake up with an error."""
-        for collectives in self.collectives():
-            collectives.abort_links()
+        abort_links(self.collectives())
 
     def close(self) -> None:
         """Destroy the process groups of all roles."""
@@ -95,29 +110,35 @@ class MeshRoles:
             collectives.close()
 
 
+def lines_to_make(grid: Grid, world: RankGroup, *axes: str) -> list[list[int]]:
+    """Return the groups of ranks along axes that this rank must help to make: all of them, its own in a simulation."""
+    return [grid.line(world.rank, *axes)] if world.is_simulated else grid.lines(*axes)
+
+
 class _Lines:
     """The groups of ranks along axes of a grid. Each group is made once, in the same order on all ranks."""
 
     def __init__(self, world: Collectives, grid: Grid) -> None:
         self._world, self._grid = world, grid
-        self._made: dict[tuple[tuple[int, ...], ...], Collectives] = {}
+        self._made: dict[tuple[int, ...], Collectives] = {}  # by this rank's line
 
     def along(self, *axes: str, agrees: bool = False, within: Collectives | None = None) -> Collectives:
         """Return the collectives of this rank's line along these axes, in the agreement of `within`.
 
         `agrees`: the ranks of a line have an agreement of their own, unless they are all ranks.
         """
-        lines = tuple(tuple(sorted(line)) for line in self._grid.lines(*axes))
-        if len(lines) == 1:
+        ranks = self._world.rank_group
+        mine = tuple(sorted(self._grid.line(ranks.rank, *axes)))
+        if len(mine) == self._grid.size:
             return self._world
-        if lines not in self._made:
-            made = self._made[lines] = self._world.over(mesh_of(self._world.rank_group, lines))
+        if mine not in self._made:
+            made = self._made[mine] = self._world.over(mesh_of(ranks, lines_to_make(self._grid, ranks, *axes)))
             made.use_nodes(made.rank_group, None)
             if agrees:
                 made.agreement = self._agreement(made.rank_group, "-".join(axes))
             elif within is not None:
                 made.agreement = within.agreement
-        return self._made[lines]
+        return self._made[mine]
 
     def _agreement(self, mesh: RankGroup, axes: str) -> Agreement:
         whole = self._world.agreement

@@ -6,20 +6,19 @@ intervals after that. The other ranks wait for it until the timeout of the proce
 
 from __future__ import annotations
 
-import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from shardwell.errors import DivergenceError, PeerError
-from shardwell.parallel.heartbeat import Heartbeat
+from shardwell.parallel.rank_store import between
+from shardwell.parallel.wait_reports import WaitReports, listed
 
 if TYPE_CHECKING:
     from shardwell.parallel.agreement import Agreement
 
 _FIRST_LOOK, _LONGEST_PAUSE = 1.0, 5.0  # seconds, between two checks of what other ranks do
 _FIRST_PROBE, _PROBE_EVERY = 4, 16  # counted in calls of a `FailurePoll`
-_MOST_NAMES = 3
 
 
 class PeerWait:
@@ -33,13 +32,18 @@ class PeerWait:
         self._report = WaitReports(agreement.time_limit)
 
     def look(self) -> None:
-        """Raise if a rank is gone or went on to something else, and report slow ranks; to be called repeatedly."""
+        """Raise if a rank is gone or went on to something else, and report slow ranks; to be called repeatedly.
+
+        One of the ranks that wait looks at the others. It tells all ranks if it raises.
+        """
         waited = time.monotonic() - self._begin
         if waited < self._next:
             return
         self._next = waited + min(waited, _LONGEST_PAUSE)
         agreement = self._agreement
         agreement.probe()
+        if not agreement.is_first(f"{self._key}/looks"):
+            return
         missing = agreement.missing(self._key)
         signs = {rank: agreement.sign_of(rank) for rank in missing}
         for rank, sign in signs.items():
@@ -55,7 +59,7 @@ class PeerWait:
                     "process group. Give it more (init_process_group(timeout=...)), or the rank less to do alone"
                 )
             )
-        if known and agreement.rank == min(set(agreement.ranks) - set(missing)):
+        if known:
             self._report(waited, known, self._token)
 
     def _divergence(self, rank: int, how: str) -> DivergenceError:
@@ -75,11 +79,13 @@ class FailurePoll:
         self._agreement, self._probe = agreement, probe
         self._stragglers = None if agreement is None else Stragglers(agreement)
         self._times = 0
+        self._next = 0.0
 
     def __call__(self) -> None:
         """Raise if waiting has become useless, and report ranks that are behind."""
         self._times += 1
-        if self._agreement is not None:
+        if self._agreement is not None and (now := time.monotonic()) >= self._next:
+            self._next = now + between(0.0, self._agreement.size)
             self._agreement.failures.check()
         # Probes become rarer, up to a limit, because each one posts a receive that stays posted.
         if self._times >= _FIRST_PROBE and (self._times & (self._times - 1) == 0 or self._times % _PROBE_EVERY == 0):
@@ -116,21 +122,3 @@ class Stragglers:
                 )
         if behind:
             self._report(waited, behind, self._agreement.tokens.last)
-
-
-class WaitReports:
-    """Log messages about slow ranks, with growing intervals between them."""
-
-    def __init__(self, first: float) -> None:
-        self._next = first
-
-    def __call__(self, waited: float, signs: Mapping[int, Heartbeat], token: str) -> None:
-        if waited >= self._next:
-            self._next = 2 * waited
-            logging.getLogger("shardwell").warning("'%s' is waiting for %s", token, listed(signs))
-
-
-def listed(signs: Mapping[int, Heartbeat]) -> str:
-    """Return the ranks and what they do, as a part of a sentence."""
-    said = "; ".join(f"rank {rank}, which is {sign}" for rank, sign in list(signs.items())[:_MOST_NAMES])
-    return said if len(signs) <= _MOST_NAMES else f"{said}; and {len(signs) - _MOST_NAMES} more ranks"

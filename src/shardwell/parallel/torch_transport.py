@@ -7,6 +7,7 @@ avoided in the same way.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -15,10 +16,33 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from shardwell import virtual_time
 from shardwell.memory import Device, Event, StateKind, TemporaryBuffers
 from shardwell.parallel.links import Links
 from shardwell.parallel.mesh import RankGroup
+from shardwell.parallel.simulated_moves import simulate_move
 from shardwell.parallel.transport import STAGING, Work, sum_in_rank_order
+
+_MOST_IN_FLIGHT = 24  # collectives: enough for the device to have work while the host is busy elsewhere
+
+
+class InFlight:
+    """The last collectives of a rank that the host has enqueued, on all its communicators.
+
+    The host is kept from running further ahead of the device than this many: long queues on two communicators were
+    seen to hang.
+    """
+
+    def __init__(self, most: int = _MOST_IN_FLIGHT) -> None:
+        self._events: deque[Event] = deque()
+        self._most = most
+
+    def add(self, event: Event) -> Event:
+        """Add the event behind a collective; wait for the oldest collective if there are too many."""
+        self._events.append(event)
+        if len(self._events) > self._most:
+            self._events.popleft().synchronize()
+        return event
 
 
 class TorchTransport:
@@ -33,19 +57,20 @@ class TorchTransport:
         self._mesh, self._device, self._links, self._temporary = mesh, device, links, temporary
         self._is_gloo = mesh.backend == "gloo"
         self._reduce_group = mesh.group if mesh.reduce_group is None else mesh.reduce_group
+        self._in_flight = InFlight()
 
     def all_gather(self, flat: Tensor) -> Work:
         """Start the all-gather of `flat` in place; this rank's own shard is in it already."""
         gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
         stream = self._device.all_gather_stream
         with stream.after_current():
-            mine = flat.chunk(self._mesh.size)[self._mesh.rank]
+            mine = self._own_part(flat)
             # gloo stages through the host, and its input must not be a part of its output
             work = self._start(gather, flat, mine.clone() if self._is_gloo else mine)
             if self._is_gloo:
                 return Work(partial(self.wait, [work]))
             work.wait()
-            return Work(stream.record().wait)
+            return Work(self._in_flight.add(stream.record()).wait)
 
     def reduce_scatter(self, flat: Tensor, into: Tensor, scale: float, accumulate: bool) -> Work:
         """Start `into` = (or +=) `scale` x the sum over ranks of this rank's shard of `flat`, which becomes invalid."""
@@ -53,10 +78,10 @@ class TorchTransport:
             return self._reduce_by_all_to_all(flat, into, scale, accumulate)
         scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
         with self._device.reduce_stream.after_current():
-            mine = flat.chunk(self._mesh.size)[self._mesh.rank]
+            mine = self._own_part(flat)
             self._start_reduction(scatter, mine, flat).wait()
             sum_in_rank_order([mine], into, scale, accumulate)
-            return Work(self._device.reduce_stream.record().wait)
+            return Work(self._in_flight.add(self._device.reduce_stream.record()).wait)
 
     def _reduce_by_all_to_all(self, flat: Tensor, into: Tensor, scale: float, accumulate: bool) -> Work:
         received = self._temporary.allocate(flat.numel(), flat.dtype, StateKind.STAGING, STAGING)
@@ -67,7 +92,7 @@ class TorchTransport:
                 return Work(partial(self._finish_all_to_all, work, received, into, scale, accumulate), free)
             work.wait()
             self._sum(received, into, scale, accumulate)
-            event = stream.record()
+            event = self._in_flight.add(stream.record())
         return Work(event.wait, free)
 
     def _finish_all_to_all(self, work: Any, received: Tensor, into: Tensor, scale: float, accumulate: bool) -> None:
@@ -79,8 +104,19 @@ class TorchTransport:
         event.wait()
 
     def _sum(self, received: Tensor, into: Tensor, scale: float, accumulate: bool) -> None:
-        parts = list(received.chunk(self._mesh.size))
-        sum_in_rank_order([parts.pop(self._mesh.rank), *parts], into, scale, accumulate)
+        if self._mesh.is_simulated:  # one addition takes the memory of all
+            parts = [self._own_part(received)] * 2
+            if virtual_time.clock is not None:  # and all others take their time
+                virtual_time.clock.kernel((self._mesh.size - 2) * (parts[0].nbytes + 2 * into.nbytes))
+        else:
+            parts = list(received.chunk(self._mesh.size))
+            parts = [parts.pop(self._mesh.rank), *parts]
+        sum_in_rank_order(parts, into, scale, accumulate)
+
+    def _own_part(self, flat: Tensor) -> Tensor:
+        """Return this rank's part of a tensor (1D), without a view for each of the others."""
+        numel = flat.numel() // self._mesh.size
+        return flat[self._mesh.rank * numel : (self._mesh.rank + 1) * numel]
 
     def all_to_all(self, sent: Tensor, received: Tensor) -> Work:
         """Start to send the r-th of equal parts of `sent` to rank r, and to receive the r-th of `received` from it."""
@@ -99,7 +135,7 @@ class TorchTransport:
                 return Work(partial(self._finish_all_reduce, work, part, into, scale, accumulate))
             work.wait()
             sum_in_rank_order([part], into, scale, accumulate)
-            return Work(self._device.reduce_stream.record().wait)
+            return Work(self._in_flight.add(self._device.reduce_stream.record()).wait)
 
     def _finish_all_reduce(self, work: Any, part: Tensor, into: Tensor, scale: float, accumulate: bool) -> None:
         """Wait on the host, then scale on the reduce stream, and order the caller's stream behind that."""
@@ -140,10 +176,16 @@ class TorchTransport:
 
     def _start(self, collective: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Start a collective of torch.distributed; raise the cause if that fails."""
+        if self._mesh.is_simulated:
+            simulate_move(collective, args, self._mesh)
+            return _DONE
         try:
             return collective(*args, **{"group": self._mesh.group, **kwargs}, async_op=True)
         except RuntimeError as error:
             self._links.raise_cause(error)
+
+
+_DONE = Work()  # of collectives between ranks that do not exist
 
 
 class SingleRankTransport:

@@ -28,6 +28,7 @@ class TrafficKind(enum.Enum):
     PUBLISH = "publish"  # updated parameters, or averaged gradients, sent to all ranks
     OPTIMIZER = "step"  # matrices that an optimizer needs unsharded
     TENSOR = "tensor"  # activations and their gradients, over the tensor axis
+    EXPERT = "expert"  # tokens that experts of other ranks compute, and their gradients
     SEQUENCE = "sequence"  # activations and their gradients, over the sequence axis
     PIPE = "pipe"  # activations and their gradients, between pipeline stages
     CONTROL = "control"
@@ -37,7 +38,7 @@ class TrafficKind(enum.Enum):
 
 
 _DATA = (TrafficKind.ALL_GATHER, TrafficKind.REDUCE_SCATTER, TrafficKind.PUBLISH, TrafficKind.OPTIMIZER)
-_MODEL = (TrafficKind.TENSOR, TrafficKind.SEQUENCE, TrafficKind.PIPE)
+_MODEL = (TrafficKind.TENSOR, TrafficKind.EXPERT, TrafficKind.SEQUENCE, TrafficKind.PIPE)
 PAYLOAD = (*_DATA, *_MODEL)
 INSIDE, BETWEEN = "inside", "between"  # inside a node; between nodes
 
@@ -54,7 +55,7 @@ class TrafficReport:
         return sum(size for (kind, _), size in self.received.items() if kind in (kinds or PAYLOAD))
 
     def by_axis(self) -> dict[str, int]:
-        """Return the bytes of payload by axis: "data" for parameters and gradients, "tensor", "sequence", "pipe"."""
+        """Return the bytes of payload by axis: "data" for parameters and gradients; tensor, expert, sequence, pipe."""
         return {"data": self.total(*_DATA), **{kind.value: self.total(kind) for kind in _MODEL}}
 
     def table(self) -> Table:

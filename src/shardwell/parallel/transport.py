@@ -37,6 +37,7 @@ from torch import Tensor
 from shardwell.memory import StateKind, TemporaryBuffers
 from shardwell.parallel.links import Links
 from shardwell.parallel.mesh import RankGroup
+from shardwell.parallel.simulated_moves import begin_simulated_move
 
 STAGING = "(staging)"  # the unit under which staging buffers of collectives are counted
 _LOOK_EVERY = 0.5  # seconds
@@ -182,6 +183,7 @@ class GlooTransport:
         self._links, self._temporary = links, temporary
         self._global_ranks = [mesh.global_rank(rank) for rank in range(mesh.size)]
         self._tag = 0  # of the last collective, the same on all ranks
+        self._is_simulated, self._mesh = mesh.is_simulated, mesh
 
     def all_gather(self, flat: Tensor) -> Work:
         """Start the all-gather of `flat` in place; this rank's own shard is in it already."""
@@ -214,11 +216,15 @@ class GlooTransport:
 
         Each piece of it is summed by one rank, so that all ranks get the same bits.
         """
+        works: list[Any] = []
         try:
-            work = dist.all_reduce(lend(part), group=self._group, async_op=True)
+            if self._is_simulated:
+                works += begin_simulated_move("all_reduce", 2 * part.nbytes, self._mesh)
+            else:
+                works.append(dist.all_reduce(lend(part), group=self._group, async_op=True))
         except RuntimeError as error:
             self._links.raise_cause(error)
-        return Work(partial(self.wait, [work]), partial(sum_in_rank_order, [part], into, scale, accumulate))
+        return Work(partial(self.wait, works), partial(sum_in_rank_order, [part], into, scale, accumulate))
 
     def exchange(self, outgoing: Sequence[Tensor], incoming: Sequence[Tensor]) -> None:
         """Send outgoing[r] to rank r and receive incoming[r] from it; this rank's own parts are equal already."""
@@ -230,7 +236,9 @@ class GlooTransport:
         shards = flat.split(into.numel())
         works: list[Any] = []
         try:
-            if self._rank != source:
+            if self._is_simulated:
+                pass
+            elif self._rank != source:
                 works.append(dist.irecv(into, self._global_ranks[source], group=self._group, tag=self._tag))
             else:
                 for peer in (rank for rank in range(self._size) if rank != source):
@@ -244,6 +252,8 @@ class GlooTransport:
 
     def _start_exchange(self, outgoing: Sequence[Tensor], incoming: Sequence[Tensor]) -> list[Any]:
         """Start to send outgoing[r] to every other rank r, and to receive incoming[r] from it."""
+        if self._is_simulated:
+            return begin_simulated_move("exchange", sum(part.nbytes for part in incoming), self._mesh)
         self._tag = (self._tag + 1) % _NUM_TAGS
         works: list[Any] = []
         try:
@@ -262,7 +272,7 @@ class GlooTransport:
     def wait(self, works: list[Any]) -> None:
         """Wait for works of torch.distributed; raise the cause if one of them fails, or if a rank has failed."""
         agreement = self._links.agreement
-        if agreement is None:
+        if agreement is None or not works or self._is_simulated:
             for work in works:
                 work.wait()
             return

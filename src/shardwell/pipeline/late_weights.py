@@ -2,7 +2,8 @@
 
 The linear layers of a stage run through an autograd function. Its backward returns the gradient of the input and keeps
 the input and the output's gradient, from which the weight's gradient is computed when the schedule says so. No graph is
-kept for that, and no weight is needed: at stage 3 parameters are released in between.
+kept for that, and no weight is needed: at stage 3 parameters are released in between. Layers that are cut over a tensor
+axis find the function in their attribute `late_product`.
 """
 
 from __future__ import annotations
@@ -39,7 +40,8 @@ class LateWeights:
                     self._stage_of.setdefault(id(parameter), stage)
                 for module in layer.modules():
                     if _is_linear(module) and "forward" not in vars(module):
-                        module.forward = partial(_late_forward, module, self)
+                        module.late_product = partial(_late_product, self)  # type: ignore[assignment]
+                        module.forward = partial(_late_forward, module)
 
     @contextlib.contextmanager
     def collecting(self, operation: Operation) -> Iterator[None]:
@@ -82,18 +84,25 @@ def _is_linear(module: nn.Module) -> bool:
     return type(module) is nn.Linear or is_conv1d
 
 
-def _late_forward(module: Any, late: LateWeights, inputs: Tensor) -> Tensor:
+def _late_forward(module: Any, inputs: Tensor) -> Tensor:
     """Run a linear layer whose weight gradient may be computed late."""
-    weight, bias, transposed = module.weight, module.bias, type(module) is not nn.Linear
-    if not (torch.is_grad_enabled() and weight.requires_grad and isinstance(weight, nn.Parameter)):
+    found: Tensor | None = module.late_product(inputs, module.weight, type(module) is not nn.Linear)
+    if found is None:
         return type(module).forward(module, inputs)  # type: ignore[no-any-return]
+    return found if module.bias is None else found + module.bias.to(found.dtype)
+
+
+def _late_product(late: LateWeights, inputs: Tensor, weight: nn.Parameter, transposed: bool) -> Tensor | None:
+    """Return the product with a weight whose gradient may be computed late; None if it gets no gradient."""
+    if not (torch.is_grad_enabled() and weight.requires_grad and isinstance(weight, nn.Parameter)):
+        return None
     compute: Tensor = weight
     if torch.is_autocast_enabled(inputs.device.type):
         dtype = torch.get_autocast_dtype(inputs.device.type)
-        inputs, compute, bias = inputs.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
+        inputs, compute = inputs.to(dtype), weight.to(dtype)
     with torch.autocast(inputs.device.type, enabled=False):
         output: Tensor = _LateLinear.apply(inputs, compute, late, weight, transposed)  # type: ignore[no-untyped-call]
-    return output if bias is None else output + bias
+    return output
 
 
 class _LateLinear(torch.autograd.Function):

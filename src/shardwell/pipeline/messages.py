@@ -49,7 +49,7 @@ class TensorForm:
         return cls(tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
 
     def numbers(self) -> list[int]:
-        """Return the form as whole numbers."""
+        """Return the form as integers."""
         return [_DTYPES.index(self.dtype), int(self.requires_grad), len(self.shape), *self.shape]
 
 
@@ -79,13 +79,13 @@ class HiddenForm:
         return cls(forms, isinstance(hidden, tuple))
 
     def numbers(self) -> list[int]:
-        """Return the form as whole numbers, of which there are as many in every message."""
+        """Return the form as integers, of which every message has the same number."""
         found = [len(self.tensors), int(self.is_tuple), *chain.from_iterable(form.numbers() for form in self.tensors)]
         return found + [0] * (_HEADER - len(found))
 
     @classmethod
     def read(cls, numbers: Sequence[int]) -> HiddenForm:
-        """Return the form that whole numbers describe."""
+        """Return the form that integers describe."""
         count, is_tuple, *rest = numbers
         forms = []
         for _ in range(count):
@@ -124,6 +124,7 @@ class StageMessages:
     def __init__(self, links: PointToPoint, num_ranks: int, device: torch.device) -> None:
         self._links, self._num_ranks, self._device = links, num_ranks, device
         self._forms: dict[tuple[int, Signature], HiddenForm] = {}  # by the stage that receives
+        self.expected: HiddenForm | None = None  # what is received on the meta device, where nothing arrives
 
     def _channel(self, source: int, target: int) -> Channel:
         """Return the channel between two neighbouring stages."""
@@ -155,12 +156,23 @@ class StageMessages:
         """Start to receive what the stage before this one returned."""
         channel = self._channel(stage - 1, stage)
         form = self._forms.get((stage, signature))
+        if form is None and self._device.type == "meta":
+            form = self._forms[stage, signature] = self._assumed()
         if form is None:
             header = torch.empty(_HEADER, dtype=torch.int64, device=self._device)
             self._links.receive(header, channel, TrafficKind.CONTROL).wait()
             form = self._forms[stage, signature] = HiddenForm.read(header.tolist())
         tensors = form.empty(self._device)
         return Arrival(form, tensors, [self._links.receive(tensor, channel) for tensor in tensors])
+
+    def _assumed(self) -> HiddenForm:
+        """Return the form of what a stage receives on the meta device."""
+        if self.expected is None:
+            raise ShardwellError(
+                "on the meta device nothing arrives from the stage before: say what it sends by "
+                "engine.expect_hidden(tensor), with a tensor of that shape and dtype"
+            )
+        return self.expected
 
     def send_gradients(self, gradients: Iterable[Tensor], stage: int) -> None:
         """Start to send the gradients of what a stage received to the stage before it."""

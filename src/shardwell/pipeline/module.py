@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from shardwell.errors import ConfigError, ShardwellError
-from shardwell.memory.device import default_device
+from shardwell.memory.local_gpus import default_device
 from shardwell.parallel import start_process_group
 from shardwell.parallel.mesh import rank_in_world, size_of_world
 from shardwell.pipeline.layers import FunctionLayer, LayerSpec, TiedLayerSpec

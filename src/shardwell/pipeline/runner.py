@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from shardwell.memory.device import Stopwatch
+from shardwell.memory.timing import Stopwatch
 from shardwell.pipeline.batches import BatchReader, signature_of
 from shardwell.pipeline.messages import Arrival, HiddenForm, Signature, StageMessages
 from shardwell.pipeline.operations import Operation, Pass

@@ -1,6 +1,12 @@
-"""Hooks that tell the scheduler when units are used: on modules, on outputs and inputs, and on parameters.
+"""Hooks that tell the scheduler when units are used: on modules, their outputs and inputs, parameters, saved tensors.
 
-The hooks are made for the model as it was handed over. `ModelFingerprint` checks before every forward that it still is.
+The hooks on modules and parameters are made for the model as it was handed over. `ModelFit` checks before every forward
+that it still is.
+
+Hooks on a unit's outputs announce its backward. No hook announces it for an output that is not found (kept on `self`,
+changed in place by the caller). So saved-tensor hooks store a description of a view of a flat buffer in its place, and
+unshard the unit when autograd reads it: in the order of autograd's nodes, which is the same on all ranks. Since
+autograd keeps no view, every tensor that looks at a released buffer belongs to the user (`free_if_unaliased`).
 """
 
 from __future__ import annotations
@@ -8,8 +14,9 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -19,16 +26,41 @@ from shardwell.optim import ShardedOptimizer
 from shardwell.parallel import Agreement
 from shardwell.runtime.pytree import map_tensors, tensors_in
 from shardwell.runtime.rebuild import UnitBuilder, refit
-from shardwell.runtime.scheduler import ForwardCall, Scheduler, current_task
+from shardwell.runtime.saved_views import DESCRIBED, SavedView, SavedWrapper, changed, pack_wrapper, versions
 from shardwell.sharding import Residency, ShardedGroup, Unit, released
-from shardwell.sharding.edits import take_edits_closely
+from shardwell.sharding.edits import take_edits_before_step, take_edits_closely
+
+if TYPE_CHECKING:
+    from shardwell.runtime.scheduler import Scheduler
+
+current_task: Callable[[], int] = torch._C._current_graph_task_id  # of the running autograd graph; -1 outside backward
+_RECOMPUTING = ("torch.utils.checkpoint", "shardwell.checkpointing")  # their hooks save nothing, and count the tensors
+
+_Pack = Callable[[Tensor], Any]
+_Unpack = Callable[[Any], Tensor]
+
+
+@dataclass
+class ForwardCall:
+    """A running forward of a unit."""
+
+    unit: Unit
+    is_counted: bool  # counted in the unit's `in_forward`
+    is_hooked: bool = False  # it switched on the saved-tensor hooks
+
+
+_NUM_HOOKS = 3  # forward hooks of a unit on each of its modules
 
 
 class _ModuleHook:
-    """A hook on a module. The copy of a hook does nothing, so that a copy of the module is an ordinary module."""
+    """A hook on a module. The copy of a hook does nothing, so that a copy of the module is an ordinary module.
 
-    def __init__(self, scheduler: Scheduler, unit: Unit) -> None:
-        self._scheduler, self._unit = scheduler, unit
+    `ends`: the pass of the unit ends with this module. In a bundle that is a forward of the last module, and a backward
+    of the first one.
+    """
+
+    def __init__(self, scheduler: Scheduler, unit: Unit, *, ends: bool = True) -> None:
+        self._scheduler, self._unit, self._ends = scheduler, unit, ends
 
     def __reduce__(self) -> Any:
         """Make copies and pickles a hook that does nothing."""
@@ -53,8 +85,8 @@ class PreForwardHook(_ModuleHook):
             return
         if unit.resharding_groups:
             call.is_hooked = scheduler.saved.push()
-        if unit.use.in_forward > 1:
-            return  # the module called itself: its backward ends with the outermost call
+        if unit.use.in_forward > 1 or not self._ends:
+            return  # the module called itself, and its backward ends with the outermost call; or it is in a bundle
         # Autograd runs the nodes that were recorded last first. So when the gradient of any input is known, everything
         # that this forward recorded has run. The gradient of a leaf says nothing about that order: then the end of the
         # graph task ends the unit's backward (reentrant checkpointing runs a graph task of its own for each unit).
@@ -73,7 +105,7 @@ class PostForwardHook(_ModuleHook):
                 if _viewed_group(unit, tensor) is not None:  # a view of memory that is about to be freed
                     output = map_tensors(output, partial(_cloned_view, unit))
                     break
-        scheduler.post_forward(unit)
+        scheduler.post_forward(unit, ends=self._ends)
         if scheduler.calls and scheduler.calls[-1].unit is unit:
             scheduler.calls[-1].is_counted = False
         if not torch.is_grad_enabled():
@@ -81,7 +113,8 @@ class PostForwardHook(_ModuleHook):
         # Gradients that the user set are not divided by the accumulation steps: they must be taken out of `p.grad`
         # before autograd adds to them.
         announces = not unit.name and scheduler.reducer.micro_step.accumulation_steps > 1
-        is_prepared = unit.resharding_groups or unit.spec.is_user_unit or unit.may_be_hidden
+        may_be_hidden = unit.updates.is_watched or unit.sets.is_speculative  # by an update that is not committed
+        is_prepared = unit.resharding_groups or unit.spec.is_user_unit or may_be_hidden
         if announces or is_prepared:
             nodes = set()
             for tensor in tensors_in(output):
@@ -132,13 +165,19 @@ class PostInnerForwardHook(_ModuleHook):
 
 
 def attach(scheduler: Scheduler, unit: Unit) -> list[RemovableHandle]:
-    """Register the hooks of a unit of `scheduler` on its module; return the handles that remove them."""
-    module = unit.module
-    handles: list[RemovableHandle] = [
-        module.register_forward_pre_hook(PreForwardHook(scheduler, unit), prepend=True, with_kwargs=True),
-        module.register_forward_hook(PostForwardHook(scheduler, unit), with_kwargs=True),
-        module.register_forward_hook(EndForwardHook(scheduler, unit), always_call=True),
-    ]
+    """Register the hooks of a unit of `scheduler` on its modules; return the handles that remove them.
+
+    The first handles are those of the forward hooks of each module in turn, `_NUM_HOOKS` of them.
+    """
+    handles: list[RemovableHandle] = []
+    for module in unit.spec.modules:
+        is_first, is_last = module is unit.spec.modules[0], module is unit.spec.modules[-1]
+        before, after = PreForwardHook(scheduler, unit, ends=is_first), PostForwardHook(scheduler, unit, ends=is_last)
+        handles += [
+            module.register_forward_pre_hook(before, prepend=True, with_kwargs=True),
+            module.register_forward_hook(after, with_kwargs=True),
+            module.register_forward_hook(EndForwardHook(scheduler, unit), always_call=True),
+        ]
     if not unit.name:
         handles += _attach_inside(scheduler, unit)
     for group in unit.trainable:
@@ -192,6 +231,130 @@ def _cloned_view(unit: Unit, tensor: Tensor) -> Tensor:
     return tensor if _viewed_group(unit, tensor) is None else tensor.clone()
 
 
+# --------------------------------------------------------------------------------------------------- saved tensors
+
+
+class SavedViews:
+    """The saved-tensor hooks of one engine, which are on while one of its releasable units runs with gradients.
+
+    Tensors that are no views of a unit pass through. Torch's check that they were not changed in place is made here,
+    because torch makes none where there are hooks.
+    """
+
+    def __init__(self, need: Callable[[Unit], None]) -> None:
+        """Create the hooks; `need` unshards a unit for the running backward."""
+        self._need = need
+        self._groups: dict[int, tuple[Unit, ShardedGroup]] = {}  # by the address of the flat buffer's storage
+        self._parameters: set[int] = set()
+        self._plain: tuple[_Pack, _Unpack] = (self._pack, self._unpack)
+        self.pushed: list[_Pack] = []  # hooks that are on, the innermost last
+
+    def take(self, units: Sequence[Unit]) -> None:
+        """Look for views of these units from now on."""
+        self._groups.clear()
+        self._parameters = {id(p) for unit in units for group in unit.resharding_groups for p in group.parameters}
+        for unit in units:
+            self.find(unit)
+
+    def find(self, unit: Unit) -> None:
+        """Register the storages of a unit's buffers, which may have changed."""
+        for group in unit.resharding_groups:
+            self._groups[group.flat.tensor.untyped_storage()._cdata] = unit, group
+
+    # --------------------------------------------------------------------------------------- switching on and off
+
+    def push(self) -> bool:
+        """Switch the hooks on; return false if they are on already, or must not be used.
+
+        Torch applies the innermost hooks only. Where other hooks are on, they get all tensors that are no views of a
+        unit. Hooks that recompute must see everything that is saved, and save nothing; torch.func allows no hooks. In
+        these cases views stay views, which at worst keep their memory allocated.
+        """
+        top: Any = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        hooks = self._plain
+        if top is not None:
+            if (self.pushed and top[0] is self.pushed[-1]) or getattr(top[0], "__module__", "") in _RECOMPUTING:
+                return False
+            hooks = self._around(*top)
+        elif torch._C._autograd._saved_tensors_hooks_get_disabled_error_message() is not None:
+            return False
+        torch._C._autograd._push_saved_tensors_default_hooks(*hooks)
+        self.pushed.append(hooks[0])
+        return True
+
+    def pop(self) -> None:
+        """Switch off the hooks that were pushed last, unless they are off already."""
+        top = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        if self.pushed and top is not None and top[0] is self.pushed.pop():
+            torch._C._autograd._pop_saved_tensors_default_hooks()
+
+    def clear(self) -> None:
+        """Switch off all hooks that an aborted forward left on."""
+        while self.pushed:
+            self.pop()
+
+    # ----------------------------------------------------------------------------------------- pack and unpack
+
+    def _pack(self, tensor: Tensor) -> Any:
+        """Return the description of a view of a unit; any other tensor, and its version."""
+        if hasattr(type(tensor), "__tensor_flatten__"):
+            return pack_wrapper(tensor, self._pack)
+        try:
+            found = self._groups.get(tensor.untyped_storage()._cdata)
+        except (NotImplementedError, RuntimeError):
+            found = None  # not a strided tensor, or one that a transform wraps
+        if found is not None:
+            unit, group = found
+            flat = group.flat.tensor
+            if (
+                # otherwise it is the storage of another tensor, at the address of an earlier buffer's storage
+                flat.untyped_storage()._cdata == tensor.untyped_storage()._cdata
+                and group in unit.resharding_groups
+                and tensor.dtype == flat.dtype
+                and not tensor.dtype.is_complex
+            ):
+                base = tensor if tensor._base is None else tensor._base
+                parameter = base if id(base) in self._parameters else None
+                view = tensor.shape, tensor.stride(), tensor.storage_offset(), tensor._version
+                return SavedView(unit, group, *view, parameter, base is tensor, unit.updates.count)
+        # A node's own result is detached, because it would hold the node that holds it. A leaf belongs to no node.
+        return (tensor.detach() if tensor.grad_fn is not None else tensor), tensor._version
+
+    def _unpack(self, packed: Any) -> Tensor:
+        """Return what was packed; the unit of a view is unsharded first."""
+        if type(packed) is SavedWrapper:
+            return packed.unpack(self._unpack)
+        if type(packed) is not SavedView:
+            tensor: Tensor
+            tensor, version = packed
+            if tensor._version != version:
+                raise changed(versions(tensor, version))
+            return tensor
+        unit, parameter = packed.unit, packed.parameter
+        if unit.residency is not Residency.UNSHARDED or not (unit.use.in_backward or unit.use.is_retained):
+            self._need(unit)
+        if packed.num_updates != unit.updates.count:
+            raise changed(f"the parameters of unit '{unit.name or '(root)'}' were updated by step()")
+        if parameter is not None:
+            if parameter._version != packed.version:
+                raise changed(versions(parameter, packed.version))
+            if packed.is_parameter:
+                return parameter
+        return packed.group.flat.tensor.as_strided(packed.shape, packed.stride, packed.offset)
+
+    def _around(self, pack: _Pack, unpack: _Unpack) -> tuple[_Pack, _Unpack]:
+        """Return hooks that pass everything that is no view of a unit to other hooks."""
+
+        def both(tensor: Tensor) -> Any:
+            packed = self._pack(tensor)
+            return packed if type(packed) in DESCRIBED else pack(tensor)
+
+        def back(packed: Any) -> Tensor:
+            return self._unpack(packed) if type(packed) in DESCRIBED else unpack(packed)
+
+        return both, back
+
+
 class UnitHooks:
     """The hooks of a scheduler on the modules and parameters of its units."""
 
@@ -214,9 +377,11 @@ class UnitHooks:
         """Hook units again whose hooks other code has removed, and say so: without them a unit trains nothing."""
         gone = []
         for unit, handles in self._handles.items():
-            module = unit.spec.module
-            if handles[0].id not in module._forward_pre_hooks or handles[1].id not in module._forward_hooks:
-                gone.append(unit)
+            for number, module in enumerate((unit.spec.module, *unit.spec.followers)):
+                before, after = handles[number * _NUM_HOOKS], handles[number * _NUM_HOOKS + 1]
+                if before.id not in module._forward_pre_hooks or after.id not in module._forward_hooks:
+                    gone.append(unit)
+                    break
         if not gone:
             return
         if not self._has_warned:
@@ -266,6 +431,7 @@ class ModelFingerprint:
             return not any(map(_requires_grad, self._frozen))
 
 
+_is_set_to: Callable[[Tensor, Tensor], bool] = Tensor.is_set_to
 _requires_grad: Callable[[Tensor], bool] = Tensor.requires_grad.__get__  # type: ignore[attr-defined]
 
 
@@ -281,15 +447,32 @@ class ModelFit:
     def is_current(self) -> bool:
         """Return whether the units fit the model as it is now. Removed hooks and replaced values are taken over."""
         self.hooks.restore()
-        units = self._scheduler.units
-        for unit in units:
-            if unit.has_replaced_parameters(quickly=True):
-                take_edits_closely(units)
-                break
-        needs_rebuild = False
+        units, has_moved, needs_rebuild = self._scheduler.units, False, False
+        with torch._C.DisableTorchFunctionSubclass():  # as for `ModelFingerprint`
+            for unit in units:
+                for group in unit.groups:
+                    views, base = group.views, group.flat.tensor.data_ptr()  # 0 while it is freed
+                    if base != views.base:
+                        views.find_addresses(base)
+                    has_moved = has_moved or list(map(Tensor.data_ptr, views.with_values)) != views.addresses
+        if has_moved:
+            take_edits_closely(units)
         for unit in units:
             needs_rebuild = needs_rebuild or unit.changes.needs_rebuild
         return self._fingerprint.matches() and not needs_rebuild
+
+    def take_edits(self, units: Sequence[Unit]) -> None:
+        """Take over values that replaced parameters of these units before their step, by all properties of a view."""
+        has_edits = False
+        with torch._C.DisableTorchFunctionSubclass():
+            for unit in units:
+                has_edits = has_edits or unit.changes.was_retained or unit.changes.needs_rebuild
+                for group in unit.groups:
+                    views = group.views
+                    is_meta = group.flat.tensor.is_meta  # without memory to compare
+                    has_edits = has_edits or is_meta or not all(map(_is_set_to, views.parameters, views.tensors))
+        if has_edits:
+            take_edits_before_step(units)
 
     def refit(self, optimizer: ShardedOptimizer | None, *, keep_frozen_state: bool) -> None:
         """Rebuild the units that do not fit the model, see `rebuild.refit`. All ranks must call it."""

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from shardwell.config import Config
 from shardwell.optim.loss_scale import DynamicScale, LossScale, NoScale, ScaleRules
+from shardwell.runtime.meta_autocast import MetaAutocast
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -26,6 +27,11 @@ def mixed_dtype(config: Config) -> torch.dtype | None:
     if config.bf16.enabled:
         return torch.bfloat16
     return torch.float16 if config.fp16.enabled else None
+
+
+def has_narrow_masters(config: Config) -> bool:
+    """Return whether master weights have the compute dtype instead of fp32."""
+    return config.bf16.enabled and config.bf16.bf16_master_weights_and_grads
 
 
 def is_scaled(config: Config) -> bool:
@@ -61,6 +67,8 @@ def autocast_of(config: Config, device: torch.device) -> Callable[[], contextlib
     block = config.torch_autocast
     if not block.enabled:
         return contextlib.nullcontext
+    if device.type == "meta":
+        return partial(MetaAutocast, _DTYPES[block.dtype])
     return partial(torch.autocast, device.type, dtype_of(block.dtype), cache_enabled=False)
 
 

@@ -6,7 +6,7 @@ disk ahead of the all-gather. A wrong prediction only costs time.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Protocol
@@ -23,6 +23,8 @@ class PrefetchLimits:
     prefetches: bool
     live: int
     reuse_distance: int
+    bucket: int = 0  # units after the next one are all-gathered ahead, too, if all of them together are no larger
+    most_ahead: int = 1  # units that are all-gathered ahead
 
 
 class ExecutionOrder:
@@ -128,6 +130,25 @@ class Prefetch:
         self.limits = limits
         self.budget = PrefetchBudget(limits, num_ranks)
         self.links: list[PrefetchLink] = []  # bring shards below the device to it, ahead of their all-gathers
+
+    def ahead(self, expected: Unit | None, order: ExecutionOrder) -> Iterator[Unit]:
+        """Yield the units whose all-gathers are to be started ahead, `expected` first.
+
+        Each must be started before the next one is asked for: what is unsharded then is counted.
+        """
+        if expected is None or self.limits.most_ahead == 1:
+            if expected is not None and self.budget.may_prefetch(expected, order):
+                yield expected
+            return
+        numel = 0
+        for unit in order.following(self.limits.most_ahead):
+            numel += unit.numel
+            if unit is not expected and numel > self.limits.bucket:
+                return
+            if unit.residency is Residency.SHARDED:
+                if not self.budget.may_prefetch(unit, order):
+                    return  # what comes later must not take the room of what comes first
+                yield unit
 
     def adopt_units(self, units: Sequence[Unit], resharding: Sequence[Unit]) -> None:
         """Expect these units from now on; those in `resharding` are all-gathered, in the order of their modules."""

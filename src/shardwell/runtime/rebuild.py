@@ -96,7 +96,7 @@ def _fits(unit: Unit, one: UnitSpec, keep_frozen_state: bool) -> bool:
     mine = {id(p): group for group in unit.groups for p in group.parameters}
     return (
         not unit.changes.needs_rebuild
-        and unit.module is one.module
+        and list(map(id, unit.spec.modules)) == list(map(id, one.modules))
         and mine.keys() == {id(p) for _, p in one.parameters}
         and all(mine[id(p)].trainable or not p.requires_grad for _, p in one.parameters)
         and (keep_frozen_state or all(p.requires_grad for group in unit.trainable for p in group.parameters))

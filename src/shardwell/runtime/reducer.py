@@ -31,6 +31,8 @@ class StepCounts:
     accumulation_steps: int = 1
     samples_per_step: int = 1
     boundary: bool | None = None  # whether the next step is one, if the user has said so
+    is_managed: bool = True  # boundaries are counted; otherwise each step is one, after any number of micro-steps
+    num_backwards: int = 0  # since the last boundary
 
     @property
     def at_boundary(self) -> bool:
@@ -38,6 +40,13 @@ class StepCounts:
         if self.boundary is not None:
             return self.boundary
         return (self.micro_steps + 1) % self.accumulation_steps == 0
+
+    def end_boundary(self) -> None:
+        """Count an optimizer step and its samples."""
+        per_micro_step = self.samples_per_step // self.accumulation_steps
+        self.global_steps += 1
+        self.global_samples += self.samples_per_step if self.is_managed else per_micro_step * self.num_backwards
+        self.num_backwards = 0
 
 
 @dataclass(frozen=True)
@@ -50,6 +59,7 @@ class MicroStep:
     is_boundary: bool = True
     syncs: bool = True  # False inside no_sync
     divides: bool = True  # by the accumulation steps
+    sums: bool = False  # over the ranks, instead of averaging
     is_deferred: bool = False  # gradients of this boundary wait, for no_sync or for a boundary that the user decides on
     is_ending: bool = False  # the boundary is being finished
 
@@ -72,11 +82,15 @@ class MicroStep:
                 reduces.append(time)
             if over_steps or self.is_deferred or not (now or self.paths_differ):
                 adds_up.append(time)
-        scale = 1.0 / (self.num_averaged * (self.accumulation_steps if self.divides else 1))
-        object.__setattr__(self, "scale", scale)
+        object.__setattr__(self, "scale", 1.0 / (self.divisor * (self.accumulation_steps if self.divides else 1)))
         object.__setattr__(self, "at_boundary", self.is_boundary and self.syncs)
         object.__setattr__(self, "reduces", tuple(reduces))
         object.__setattr__(self, "adds_up", tuple(adds_up))
+
+    @property
+    def divisor(self) -> int:
+        """The divisor of a sum over the ranks."""
+        return 1 if self.sums else self.num_averaged
 
 
 class Reducer:
@@ -140,8 +154,8 @@ class Reducer:
 
     def set_gradient(self, unit: Unit, group: ShardedGroup, index: int, grad: Tensor) -> None:
         """Accumulate a gradient that the user set, as one of this rank: it is averaged over the ranks."""
-        num_averaged = self.micro_step.num_averaged * group.spec.copies
-        self.accumulate(unit, group, index, grad.clone(), self.loss_scale.value / num_averaged)
+        divisor = self.micro_step.divisor * group.spec.copies
+        self.accumulate(unit, group, index, grad.clone(), self.loss_scale.value / divisor)
         self.sums_wait = True
 
     def sums_may_wait(self) -> bool:

@@ -21,9 +21,9 @@ import torch
 from torch import Tensor
 
 from shardwell.errors import BackwardError, ReleasedParameterError
+from shardwell.runtime.hooks import ForwardCall, SavedViews, current_task
 from shardwell.runtime.prefetch import ExecutionOrder, Prefetch, PrefetchLimits
 from shardwell.runtime.reducer import MicroStep, Reducer
-from shardwell.runtime.saved_tensors import SavedViews
 from shardwell.runtime.trace import NOT_PROFILED, Trace, TraceAction, is_profiling, profiled
 from shardwell.runtime.transforms import in_transform, outside_trace, outside_transforms, refusal_of
 from shardwell.sharding import Residency, ShardedGroup, Unit
@@ -33,16 +33,6 @@ from shardwell.sharding.pending_update import PendingUpdate
 from shardwell.sharding.unit import UnitOwner
 
 _is_retained: Callable[[Unit], bool] = attrgetter("use.is_retained")
-current_task: Callable[[], int] = torch._C._current_graph_task_id  # of the running autograd graph; -1 outside backward
-
-
-@dataclass
-class ForwardCall:
-    """A running forward of a unit."""
-
-    unit: Unit
-    is_counted: bool  # counted in the unit's `in_forward`
-    is_hooked: bool = False  # it switched on the saved-tensor hooks
 
 
 @dataclass
@@ -87,6 +77,7 @@ class Scheduler:
         self.saved = SavedViews(self.request_unshard)
         self.calls: list[ForwardCall] = []  # the innermost last
         self._aliased: list[Unit] = []  # released, but other tensors still look at their memory
+        self._bundle: Unit | None = None  # one whose pass goes on if another of its modules is used next
         self.adopt_units(units)
 
     def adopt_units(self, units: Sequence[Unit]) -> None:
@@ -155,15 +146,17 @@ class Scheduler:
             if self.saved.pushed:
                 self.saved.clear()
         self.calls.clear()
+        bundle, self._bundle = self._bundle, None
         for unit in self.units:
             if unit.use.is_retained:
                 unit.check_retention()
-            if unit.use.in_forward or unit.use.in_parts or unit.use.in_backward:
+            if unit.use.in_forward or unit.use.in_parts or unit.use.in_backward or unit is bundle:
                 unit.use.in_forward, unit.use.in_parts, unit.use.in_backward = 0, 0, False
                 self.reshard(unit)
 
     def _end_without_graph(self) -> None:
         """End a forward of the engine that recorded no graph: nothing will use what is retained or prefetched."""
+        self._end_bundle()
         self.end_retention()
         for link in self.prefetch.links:
             link.cancel()
@@ -176,6 +169,7 @@ class Scheduler:
         if current_task() != -1:
             self._pre_recomputation(unit)
             return
+        self._end_bundle(unit)
         unit.use.in_forward += 1
         if torch.is_grad_enabled():
             self.graph.is_open = True
@@ -200,16 +194,31 @@ class Scheduler:
         self._start_unshard(unit)
         unit.wait()
 
-    def post_forward(self, unit: Unit) -> None:
-        """Reshard a unit after its forward, unless its backward needs it soon."""
+    def post_forward(self, unit: Unit, *, ends: bool = True) -> None:
+        """Reshard a unit after its forward, unless its backward needs it soon.
+
+        Without `ends`, more modules of the unit are expected, and it stays unsharded until another unit is used.
+        """
         if current_task() != -1:
             if unit.spec.is_tile:
                 unit.use.in_backward = False
                 self.reshard(unit)
             return
         unit.use.in_forward = max(unit.use.in_forward - 1, 0)
-        if unit.resharding_groups and not (self.prefetch.limits.reuse_distance > 0 and self._used_again_soon(unit)):
+        if not ends:
+            self._bundle = unit
+        elif unit.resharding_groups and not (self.prefetch.limits.reuse_distance > 0 and self._used_again_soon(unit)):
             self.reshard(unit)
+
+    def _end_bundle(self, used: Unit | None = None) -> None:
+        """End the pass of a bundle of which more modules were expected, because another unit is used, or none."""
+        bundle, self._bundle = self._bundle, None
+        if bundle is None or bundle is used:
+            return
+        if bundle.use.in_backward or bundle.use.has_new_gradients:
+            self.post_backward(bundle)
+        elif bundle.resharding_groups:
+            self.reshard(bundle)
 
     def abandon_forward(self, unit: Unit) -> None:
         """Reshard a unit whose forward ended in an error, which the user may catch."""
@@ -231,8 +240,8 @@ class Scheduler:
         expected = order.visit(unit)
         self._start_unshard(unit)
         unit.wait()
-        if expected is not None and self.prefetch.budget.may_prefetch(expected, order):
-            self._start_unshard(expected)
+        for ahead in self.prefetch.ahead(expected, order):
+            self._start_unshard(ahead)
         for link in self.prefetch.links:
             link.start(expected, order)
 
@@ -306,9 +315,7 @@ class Scheduler:
         self.graph.is_open = self.graph.was_used = False
         retained = list(filter(_is_retained, self.units))
         if retained:
-            take_edits_closely(
-                retained
-            )  # once their memory is freed, the owner of a parameter's values cannot be found
+            take_edits_closely(retained)  # of values whose memory is freed, the owner cannot be found
         for unit in retained:
             unit.use.is_retained = False
             self.reshard(unit)
@@ -321,6 +328,7 @@ class Scheduler:
         Where gradients are enabled, a second backward will go through this one, and no hook will tell what it needs of
         the unit. `recomputes`: they are enabled only because the unit's forward is recomputed.
         """
+        self._end_bundle(unit)
         self._enter_graph_task(unit)
         if not recomputes and torch.is_grad_enabled():
             unit.use.is_retained = True
@@ -412,13 +420,23 @@ class Scheduler:
             self.reshard(unit)
 
     def _post_graph_task(self, task: int) -> None:
-        """End the backward of all units that were seen in a graph task, also of units whose inputs need no gradient."""
-        for unit in reversed(self.units):
-            if unit.use.task == task:
-                unit.use.task = -1
-                if unit.use.in_backward or unit.use.has_new_gradients:
-                    self.post_backward(unit)
+        """End the backward of all units that were seen in a graph task, also of units whose inputs need no gradient.
+
+        In a task of a reentrant checkpoint the root and a bundle are not over: more of their gradients come in other
+        tasks, and the task around them ends them, or the next unit ends the bundle.
+        """
         self._tasks.discard(task)
+        outer = max(self._tasks, default=-1)
+        for unit in reversed(self.units):
+            if unit.use.task != task:
+                continue
+            if outer != -1 and (unit.spec.followers or not unit.name):
+                unit.use.task = outer
+                self._bundle = unit if unit.spec.followers and unit.use.in_backward else self._bundle
+                continue
+            unit.use.task = -1
+            if unit.use.in_backward or unit.use.has_new_gradients:
+                self.post_backward(unit)
         step = self.reducer.micro_step
         if step.paths_differ or not step.at_boundary:
             self.reducer.sums_wait = True
@@ -438,6 +456,7 @@ class Scheduler:
 
     def end_passes(self) -> None:
         """End all passes and wait for all reductions in flight. Gradients that wait for the boundary still do."""
+        self._bundle = None
         for unit in reversed(self.units):
             unit.use.task = -1
             self.post_backward(unit)
@@ -472,7 +491,9 @@ class Scheduler:
         """Record a unit's update and publish it."""
         if self.trace is not None:
             self.record(TraceAction.STEP, unit)
-        unit.note_update()
+        unit.updates.count += 1
+        if unit.sets.with_values:  # a graph that saved them must not be used; `SavedView` checks released parameters
+            torch.autograd.graph.increment_version(unit.sets.with_values)
         is_published = (arrival is not None or unit.sets.published) and unit.publish(arrival)
         if is_published and self.trace is not None:
             self.record(TraceAction.PUBLISH, unit)

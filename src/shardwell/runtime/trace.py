@@ -7,6 +7,7 @@ import enum
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from html import escape
 
 from torch._C._autograd import _profiler_enabled
 from torch.profiler import record_function
@@ -74,6 +75,10 @@ class Trace:
         """Return the tokens, and below them a legend of unit numbers and names."""
         legend = "  ".join(f"{index}={name or '(root)'}" for index, name in enumerate(self.unit_names))
         return " ".join(map(str, self.events)) + (f"\n{legend}" if legend else "")
+
+    def _repr_html_(self) -> str:
+        """Return the same for notebooks; long lines are broken."""
+        return f'<pre style="white-space:pre-wrap">{escape(str(self))}</pre>'
 
 
 is_profiling: Callable[[], bool] = _profiler_enabled

@@ -16,7 +16,8 @@ from shardwell.kernels.quantize_stably import quantize_stably
 from shardwell.kernels.rounding import join, split
 from shardwell.memory import FlatBuffer, Tier
 from shardwell.sharding.released import METADATA
-from shardwell.sharding.storage import FormStorage, SeparateStorage, StorageForm, StoredPart
+from shardwell.sharding.storage import FormStorage, StoredPart
+from shardwell.sharding.storage_form import StorageForm
 
 _MODELS = {torch.empty_like, torch.zeros_like, torch.ones_like, torch.full_like, Tensor.new_empty, Tensor.new_zeros}
 
@@ -107,11 +108,6 @@ class AssembledStorage(FormStorage):
         super().reslice()
         if not self._num_openings:
             self._set_class(ClosedMaster)
-
-    def with_separate_masters(self, masters: FlatBuffer, tier: Tier, compute: torch.dtype) -> SeparateStorage:
-        """Return a storage of the same parameters whose master weights are in `masters`, with the slices so far."""
-        self._set_class(Tensor)
-        return super().with_separate_masters(masters, tier, compute)
 
     def free(self) -> None:
         """Free all buffers."""

@@ -1,8 +1,8 @@
 """Values that were changed by hand: `p.data = x`, `p.data.copy_(x)`, `p.clamp_()`, `module.load_state_dict`.
 
 Parameters that stay unsharded are views of their group's flat buffer. A parameter that was given other memory is
-detected before every forward, by its address, and before every step, by all properties of the view
-(`Unit.has_replaced_parameters`): its values are copied back, and it is a view again. A change in place is in the flat
+detected before every forward, by its address, and before every step, by all properties of the view (`ModelFit` in
+`runtime/hooks.py`): its values are copied back, and it is a view again. A change in place is in the flat
 buffer already. Where the master weights are a slice of the flat buffer, or a remainder to it, nothing has to be done.
 Separate master weights are compared with it when they are opened (`SeparateStorage.open`): an element that is not the
 rounding of its master weight was changed, and becomes the master weight. Master weights on the host of parameters on a
@@ -24,7 +24,8 @@ from torch import Tensor, nn
 
 from shardwell.errors import ModelChangedError
 from shardwell.kernels.rounding import adopt
-from shardwell.memory.device import AsyncScalar, Event
+from shardwell.memory import Event
+from shardwell.memory.device import AsyncScalar
 from shardwell.parallel import TrafficKind
 from shardwell.sharding.layout import Slot
 
@@ -176,7 +177,8 @@ def brought_down(group: ShardedGroup, after: Event) -> Tensor:
 
 def note_digest(group: ShardedGroup) -> None:
     """Record on the current stream that the parameters on the device are the rounding of master weights on the host."""
-    if group.may_be_edited_apart and group.storage.parameters.is_cuda and not group.master.is_cuda:
+    has_gpu = group.context.device.has_streams
+    if has_gpu and group.may_be_edited_apart and group.is_stored_on_device and group.is_stepped_on_host:
         group.views.digest = digest(group.storage.parameters)
 
 
@@ -194,6 +196,8 @@ def edits_of(groups: Iterable[ShardedGroup]) -> list[tuple[ShardedGroup, Callabl
     """
     found: list[tuple[ShardedGroup, Callable[[], bool]]] = []
     for group in groups:
+        if group.context.device.is_meta:
+            continue  # there are no values to edit
         if group.views.digest is not None:
             read = group.context.device.read_async(digest(group.storage.parameters) != group.views.digest)
             found.append((group, partial(_is_set, read)))

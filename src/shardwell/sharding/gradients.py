@@ -373,7 +373,7 @@ class Gradients:
         if codecs is not None and self._residual is None:
             numel = self._comm.residual_numel(flat.numel(), codecs)
             self._residual = QuantizationResidual(numel, self.bucket.unit, self._temporary)
-        return self._residual.joining(self.bucket.scale / self.loss_scale) if self._residual is not None else None
+        return self._residual.scaled_to(self.bucket.scale / self.loss_scale) if self._residual is not None else None
 
     def start_next_hop(self) -> bool:
         """Start the second hop of a reduce-scatter where the host has to; false if no hop is left to start."""

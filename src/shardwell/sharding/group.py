@@ -17,7 +17,6 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from shardwell.kernels.quantize import Codec
 from shardwell.kernels.rounding import narrow
 from shardwell.memory import Event, FlatBuffer, StateKind, Tier
 from shardwell.parallel import TrafficKind, Work
@@ -28,62 +27,19 @@ from shardwell.sharding.context import EngineContext
 from shardwell.sharding.gradients import Gradients
 from shardwell.sharding.layout import ParamGroupSpan, make_layout
 from shardwell.sharding.parameter_views import GroupMember, ParameterViews
-from shardwell.sharding.quantized_all_gather import StoredQuantizedAllGather
+from shardwell.sharding.quantized_all_gather import QuantizedAllGather, StoredQuantizedAllGather
 from shardwell.sharding.secondary import AllGather, SecondaryAllGather, SecondaryShard
 from shardwell.sharding.spec import CommitPolicy, GroupPrecision, ShardingSpec
 from shardwell.sharding.storage import (
+    DefaultAllGather,
     FormStorage,
     InPlaceStorage,
-    MasterStorage,
     SeparateStorage,
     ShardStorage,
-    StorageForm,
     StoredPart,
-    form_of,
 )
+from shardwell.sharding.storage_form import StorageForm, form_of
 from shardwell.sharding.tiers import OffloadedStorage
-
-
-class DefaultAllGather:
-    """The all-gather of stored values, in the compute dtype."""
-
-    is_exact = True
-    secondary: SecondaryShard | None = None
-
-    def __init__(
-        self, name: str, flat: FlatBuffer, storage: MasterStorage, context: EngineContext, local: slice
-    ) -> None:
-        self._token = f"GATHER {name}"
-        self._codec: Codec | None = None
-        self._flat, self._storage, self._local = flat, storage, local
-        self._comm, self._stream = context.roles.shard, context.device.all_gather_stream
-        self._is_alone = self._comm.rank_group.size == 1
-
-    def __call__(self, *, exact: bool = False) -> Work:
-        """Start to fill the flat buffer: this rank's slice by a copy, the others in place."""
-        flat = self._flat
-        flat.allocate()
-        with self._stream.after_current():
-            self._storage.to_compute(flat.tensor[self._local])
-        work = self._comm.all_gather(flat.tensor, self._token, codec=self._codec)
-        return Work(self._stream.record().wait) if self._is_alone else work
-
-
-class QuantizedAllGather(DefaultAllGather):
-    """The all-gather of values that a codec quantises for the all-gather only (qwZ)."""
-
-    def __init__(
-        self, name: str, flat: FlatBuffer, storage: MasterStorage, context: EngineContext, local: slice, codec: Codec
-    ) -> None:
-        super().__init__(name, flat, storage, context, local)
-        # the byte counts differ, so exact values have another token
-        self._kinds = {False: (self._token, codec), True: (f"{self._token} exactly", None)}
-
-    def __call__(self, *, exact: bool = False) -> Work:
-        """Start to fill the flat buffer with values that went through the codec, or with `exact` ones."""
-        self.is_exact = exact
-        self._token, self._codec = self._kinds[exact]
-        return super().__call__(exact=exact)
 
 
 class ShardedGroup:
@@ -171,10 +127,10 @@ class ShardedGroup:
             secondary = SecondaryShard(self.name, self.unit, self.context.roles.secondary, self.context.temporary)
         if stored_codec is not None:
             return StoredQuantizedAllGather(*what, stored_codec, self.context, secondary)
-        local, codec = slice(*self.local_range), self.spec.all_gather_codec
-        inner = DefaultAllGather(*what, self.context, local)
+        comm, local, codec = self.context.roles.shard, slice(*self.local_range), self.spec.all_gather_codec
+        inner = DefaultAllGather(*what, comm, local)
         if codec is not None:
-            inner = QuantizedAllGather(*what, self.context, local, codec)
+            inner = QuantizedAllGather(*what, comm, local, codec)
         if secondary is None:
             return inner
         return SecondaryAllGather(inner, secondary, self.flat, is_rounded=codec is not None)
@@ -228,6 +184,11 @@ class ShardedGroup:
     def is_stepped_on_host(self) -> bool:
         """Whether the optimizer state is below the device, and so the host steps it."""
         return self.trainable and self.spec.optimizer.tier is not Tier.DEVICE
+
+    @property
+    def is_stored_on_device(self) -> bool:
+        """Whether the stored parameters are in memory of the device's own: updates on the host are copied to it."""
+        return self.context.device.has_device_memory and self._form.part.tier is Tier.DEVICE
 
     @property
     def is_quantized(self) -> bool:
@@ -344,13 +305,11 @@ class ShardedGroup:
         """Start to copy a shard below the device to the device, for the all-gather after the next one."""
         return self.offloaded is not None and not self.has_secondary and self.offloaded.prefetch_to_device()
 
-    def reshard(self) -> None:
-        """Free the unsharded parameters unless views of them exist; a later call tries again."""
-        self.flat.free_if_unaliased(self.views.num_aliases)
-        if self.flat.is_replaced:
-            with torch._C.DisableTorchFunctionSubclass():  # the parameters are released
-                self.views.make_all()
-            self.flat.end_replacing()
+    def remake_views(self) -> None:
+        """Make the parameters, which are released, views of the flat buffer's new storage: the old one stays."""
+        with torch._C.DisableTorchFunctionSubclass():
+            self.views.make_all()
+        self.flat.end_replacing()
 
     @property
     def is_aliased(self) -> bool:
@@ -372,12 +331,12 @@ class ShardedGroup:
     @property
     def has_secondary(self) -> bool:
         """Whether the next all-gather stays within the node. The answer is the same on all ranks."""
-        return self.secondary is not None and self.secondary.is_there
+        return self.secondary is not None and self.secondary.is_valid
 
     def invalidate_secondary(self) -> None:
         """Drop the secondary shard. All ranks must do so together: the next all-gather is over all of them."""
         if self.secondary is not None:
-            self.secondary.forget()
+            self.secondary.invalidate()
 
     def publish(self) -> Work:
         """All-gather the updated slices of all ranks."""
@@ -388,7 +347,7 @@ class ShardedGroup:
     def send_up(self, values: Tensor, start: int, after: Event) -> Event:
         """Start copying updated parameters to their storage, once the device is done with the old ones."""
         device = self.context.device
-        if not self.storage.parameters.is_cuda:
+        if not self.is_stored_on_device:
             return Event()
         with device.upload_stream.after(after), torch.no_grad():
             self.storage.parameters[start : start + values.numel()].copy_(values, non_blocking=True)
@@ -422,22 +381,6 @@ class ShardedGroup:
         """Change the commit policy from now on."""
         self.spec = replace(self.spec, commit=commit)
         self.gradients.spec = self.spec
-
-    def move_masters_up(self) -> None:
-        """Move master weights from the host or from disk to the device for good."""
-        before = self._form
-        masters = self._buffer(StateKind.OPTIMIZER, before.master.numel(), before.master.dtype)
-        with self.storage.open() as master:
-            masters.tensor.copy_(master)
-        self.spec = replace(self.spec, optimizer=replace(self.spec.optimizer, tier=Tier.DEVICE))
-        self.commit_by(CommitPolicy.AFTER_NORM)
-        form = before.with_separate_masters(masters, Tier.DEVICE, self.precision.compute)
-        if self.offloaded is None:
-            self.storage = form
-        else:
-            self.offloaded.replace_form(form)
-        before.free_masters()
-        self.views.digest = None
 
     def swap_masters(self, spare: Tensor) -> None:
         """Exchange the memory of separate master weights with `spare`, which has the same size and dtype."""

@@ -55,7 +55,7 @@ class InitRegistry:
         world = world_mesh(where)
         comm = Collectives(world, device, traffic_stats, temporary)
         comm.agreement = self.agreement = Agreement(world, settings.shardwell.divergence_timeout, comm.abort_links)
-        self.agreement.advice, self.agreement.probe = _ADVICE, comm.links.probe
+        self.agreement.advise, self.agreement.probe = (lambda ours, theirs: _ADVICE), comm.links.probe
         tiers = rest.open_tiers(device, memory_stats, temporary) if rest.tier is Tier.DISK else None
         self.context = EngineContext(device, memory_stats, temporary, MeshRoles.for_one_axis(comm), tiers)
         self.rest = rest
@@ -107,8 +107,11 @@ class InitRegistry:
     def unshard(self, one: InitParameter, *, meet: bool) -> None:
         """Make a parameter unsharded.
 
-        With `meet`, some ranks may never arrive: the others wait for them no longer than the time limit.
+        With `meet`, some ranks may never arrive: the others wait for them no longer than the time limit. They meet
+        before other parameters are sharded, because that is a collective as well.
         """
+        if meet:
+            one.meet()
         self.shard_all_but(one.module)
         one.unshard(meet=meet)
         if one not in self._whole:
@@ -315,14 +318,21 @@ class InitParameter:
         with self._fetched(changes=False):
             return self._shard.tensor[:num_own].clone()
 
+    @property
+    def _gather_token(self) -> str:
+        return f"GATHER {self._name} {tuple(self.parameter.shape)}"
+
+    def meet(self) -> None:
+        """Wait for all ranks that will all-gather the parameter, if it is sharded."""
+        if self._is_sharded:
+            self.agreement.meet(self._gather_token)
+
     def unshard(self, *, meet: bool) -> None:
-        """All-gather the parameter if it is sharded."""
+        """All-gather the parameter if it is sharded; with `meet`, all ranks have met for it."""
         if not self._is_sharded:
             return
         assert self._shard is not None
-        shard, token = self._registry.context.roles.shard, f"GATHER {self._name} {tuple(self.parameter.shape)}"
-        if meet:
-            self.agreement.meet(token)
+        shard = self._registry.context.roles.shard
         if self._is_whole:
             self._take_late_writes()
         self._flat.allocate()
@@ -332,7 +342,7 @@ class InitParameter:
             whole = self._registry.context.device.empty(self._layout.padded, dtype)
         with self._fetched(changes=False):
             whole[self._local].copy_(self._shard.tensor)
-        shard.all_gather(whole, None if meet else token).wait()
+        shard.all_gather(whole, None if meet else self._gather_token).wait()
         if whole is not self._flat.tensor:
             self._flat.tensor.copy_(whole)
         self._is_sharded, self._is_whole = False, True

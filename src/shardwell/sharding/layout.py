@@ -14,10 +14,28 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby
+from typing import NamedTuple
 
 # A shard starts on a multiple of this many elements, so that vector loads and tensor-core operands stay aligned (16
 # bytes for 16-bit types). A parameter does too, unless a parameter of a size that is no multiple precedes it.
 ALIGNMENT = 8
+
+
+@dataclass(frozen=True)
+class Packed:
+    """Which ranges of a larger tensor a parameter holds, one after the other along a dimension; see `TensorPart`."""
+
+    dim: int
+    ranges: tuple[tuple[int, int], ...]  # half-open; none is empty
+
+
+class SlotBox(NamedTuple):
+    """Elements `start` to `start + numel` of a box of a larger tensor."""
+
+    offsets: tuple[int, ...]  # ND
+    sizes: tuple[int, ...]  # ND
+    start: int
+    numel: int
 
 
 @dataclass(frozen=True)
@@ -33,6 +51,7 @@ class Slot:
     # ND, the box of a larger tensor that this parameter is a part of; by default the parameter is all of it
     global_shape: tuple[int, ...] | None = None
     global_offset: tuple[int, ...] | None = None
+    packed: Packed | None = None  # it holds several ranges of that tensor, of which the offset is the first one's
 
     @property
     def box(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -44,6 +63,25 @@ class Slot:
     def end(self) -> int:
         """Return the offset behind the last element in the flat buffer."""
         return self.offset + self.numel
+
+    def boxes(self, start: int, numel: int) -> Iterator[SlotBox]:
+        """Yield the boxes of the larger tensor that elements of the parameter are in, in order; it is contiguous."""
+        if self.packed is None:
+            yield SlotBox(self.box[1], self.shape, start, numel)
+            return
+        dim, stop = self.packed.dim, start + numel
+        ones, rest = (1,) * dim, self.shape[dim + 1 :]
+        lengths = [(last - first) * product(rest) for first, last in self.packed.ranges]
+        while start < stop:
+            outer, inside = divmod(start, sum(lengths))
+            number = 0
+            while inside >= lengths[number]:
+                inside, number = inside - lengths[number], number + 1
+            first, last = self.packed.ranges[number]
+            taken = min(lengths[number] - inside, stop - start)
+            offsets = (*_unravelled(outer, self.shape[:dim]), first, *(0 for _ in rest))
+            yield SlotBox(offsets, (*ones, last - first, *rest), inside, taken)
+            start += taken
 
 
 @dataclass(frozen=True)
@@ -76,6 +114,9 @@ class TensorSpec:
     label: int = 0
     global_shape: tuple[int, ...] | None = None  # of the tensor that it is a part of; None: it is all of it
     global_offset: tuple[int, ...] | None = None  # where in that tensor it begins
+    packed: Packed | None = None
+    # whether all parts of the tensor are multiples of the alignment: their ranks have one order; None: as it is itself
+    is_aligned: bool | None = None
 
     def __post_init__(self) -> None:
         if self.global_shape is None and self.global_offset is None:
@@ -143,15 +184,28 @@ def make_layout(specs: Sequence[TensorSpec], num_shards: int, alignment: int = A
     equal labels are adjacent, so that a shard has few spans. The order is otherwise that of `specs`. All padding is at
     the end.
     """
-    ordered = sorted(specs, key=lambda spec: (spec.numel % alignment != 0, spec.label))
+
+    def is_odd(spec: TensorSpec) -> bool:
+        return spec.numel % alignment != 0 if spec.is_aligned is None else not spec.is_aligned
+
+    ordered = sorted(specs, key=lambda spec: (is_odd(spec), spec.label))
     slots, offset = [], 0
     for spec in ordered:
         stride = spec.stride if spec.stride is not None else contiguous_stride(spec.shape)
-        box = spec.global_shape, spec.global_offset
+        box = spec.global_shape, spec.global_offset, spec.packed
         slots.append(Slot(spec.name, spec.shape, stride, offset, spec.numel, spec.label, *box))
         offset += spec.numel
     shard = round_up(-(-offset // num_shards), alignment)
     return Layout(tuple(slots), num_shards, offset, shard * num_shards)
+
+
+def _unravelled(index: int, shape: Sequence[int]) -> tuple[int, ...]:
+    """Return the place of a flat index in a contiguous tensor of this shape."""
+    found: list[int] = []
+    for size in reversed(shape):
+        index, at = divmod(index, size)
+        found.append(at)
+    return tuple(reversed(found))
 
 
 def even_part(numel: int, num_parts: int, alignment: int = ALIGNMENT) -> int:

@@ -11,9 +11,11 @@ from torch.nn.parameter import is_lazy
 
 from shardwell.errors import ShardwellError
 from shardwell.sharding import released
+from shardwell.sharding.dtensor_parameters import check_dtensor, is_dtensor
 from shardwell.sharding.unit import Unit
 
 _WRAPPERS = {"DistributedDataParallel", "DataParallel", "FullyShardedDataParallel"}
+_COMPOSED = {"FSDPModule", "ReplicateModule"}  # classes that `fully_shard` and `replicate` mix in
 
 
 def check_model(model: nn.Module) -> None:
@@ -30,6 +32,12 @@ def check_model(model: nn.Module) -> None:
             raise ShardwellError(
                 f"the model averages its gradients or splits its parameters itself: {where} wrapped in "
                 f"{kinds[0].__name__}. Pass what is inside (wrapped.module), before it is wrapped."
+            )
+        if any(kind.__name__ in _COMPOSED and _is_torch(kind) for kind in type(module).__mro__):
+            raise ShardwellError(
+                f"torch's fully_shard or replicate has taken {f'the part {name!r} of ' if name else ''}the model: the "
+                "engine shards and replicates itself. Hand over the model before; parallelize_module (tensor "
+                "parallelism) may have run."
             )
     named = list(model.named_parameters())
     for name, parameter in named:
@@ -57,11 +65,9 @@ def check_parameter(name: str, parameter: Tensor) -> None:
             f"parameter '{name}' was made inside torch.inference_mode(), so autograd cannot train it. Make or load the "
             "model outside of it."
         )
-    if any(base.__name__ == "DTensor" for base in kind.__mro__):
-        raise ShardwellError(
-            f"parameter '{name}' is a DTensor, which is split over ranks already (tensor parallelism or fully_shard). "
-            "Hand over the model before it is split: the engine does that itself, also by a tensor_parallel.plan."
-        )
+    if is_dtensor(parameter):
+        check_dtensor(name, parameter)
+        return
     if hasattr(kind, "__tensor_flatten__") or kind.__torch_dispatch__ is not Tensor.__torch_dispatch__:
         raise ShardwellError(
             f"parameter '{name}' is a {kind.__module__}.{kind.__qualname__}, which keeps its values in other tensors: "
@@ -79,6 +85,7 @@ def _check_memory(named: list[tuple[str, nn.Parameter]]) -> None:
     by_storage: defaultdict[int, list[tuple[str, nn.Parameter]]] = defaultdict(list)
     for name, parameter in named:
         is_elsewhere = released.is_owned(parameter) or parameter.is_meta or parameter.layout is not torch.strided
+        is_elsewhere |= is_dtensor(parameter)  # `distribute_tensor` copies
         if not is_elsewhere and parameter.numel():
             by_storage[parameter.untyped_storage()._cdata].append((name, parameter))
     for several in by_storage.values():

@@ -1,6 +1,6 @@
 """The bytes of a model's states, by tier, and the plan of where they are stored.
 
-This is pure arithmetic over the units in forward order, from `state_bytes` of `sharding/storage.py`. All bytes are
+This is pure arithmetic over the units in forward order, from `state_bytes` of `sharding/storage_form.py`. All bytes are
 those of one rank. Allocation, placement and reports use it.
 """
 
@@ -15,10 +15,9 @@ from shardwell.kernels import Moment8bit
 from shardwell.kernels.quantize import Codec
 from shardwell.memory import Tier
 from shardwell.memory.statistics import human
-from shardwell.sharding.spec import CommitPolicy, GroupPrecision, ShardingSpec, SpecOverrides, spec_for
-from shardwell.sharding.storage import form_of, state_bytes
+from shardwell.sharding.spec import CommitPolicy, GroupPrecision, ReduceAt, ShardingSpec, SpecOverrides, spec_for
+from shardwell.sharding.storage_form import form_of, state_bytes
 
-_ON = {Tier.DEVICE: "on the device", Tier.HOST: "on the host", Tier.DISK: "on disk"}
 Bytes = Counter[Tier]
 TIERS_DOWN = list(Tier)  # from the device down
 _FP32 = 4
@@ -98,6 +97,14 @@ class StateFormula:
         """Return the elements of a rank's shard."""
         return -(-numel // self.num_ranks)
 
+    def stepped_numel(self, numel: int, spec: ShardingSpec) -> int:
+        """Return the elements that a rank steps: its shard, or all of them at stage 0."""
+        return self.share(numel) if spec.optimizer.axis is not None else numel
+
+    def averaged_numel(self, numel: int, spec: ShardingSpec) -> int:
+        """Return the elements of which a rank has averaged gradients: its shard, or all of them at stage 0."""
+        return self.share(numel) if spec.gradients.axis is not None else numel
+
     def moments(self, numel: int, kind: GroupKey, tier: Tier) -> int:
         """Return the bytes of the optimizer's state for some master weights."""
         narrow = self.eight_bits and tier is not Tier.DEVICE
@@ -110,8 +117,7 @@ class StateFormula:
         stored = state_bytes(form_of(spec, kind.precision, kind.trains), spec, kind.precision, numel, self.num_ranks)
         if not kind.trains:
             return total([stored, self.secondary_bytes(kind, numel, spec)])
-        own = self.share(numel) if spec.optimizer.axis is not None else numel
-        stored[spec.optimizer.tier] += self.moments(own, kind, spec.optimizer.tier)
+        stored[spec.optimizer.tier] += self.moments(self.stepped_numel(numel, spec), kind, spec.optimizer.tier)
         return stored
 
     def secondary_bytes(self, kind: GroupKey, numel: int, spec: ShardingSpec) -> Bytes:
@@ -133,14 +139,18 @@ class StateFormula:
         found = self.stored_bytes(kind, numel, place)
         if not kind.trains:
             return found
-        spec, own = self.spec(kind, place), self.share(numel)
+        spec = self.spec(kind, place)
         found.update(self.secondary_bytes(kind, numel, spec))
+        has_sums = self.accumulates and spec.reduce_at is ReduceAt.BOUNDARY  # of this rank, over micro-steps
+        if has_sums:
+            found[Tier.DEVICE] += numel * kind.precision.accumulate.itemsize
         if self.ranks_per_loss and not kind.persistent:
             found[Tier.DEVICE] += -(-numel // self.ranks_per_loss) * _FP32
         if spec.optimizer.tier is Tier.DEVICE:
-            if self.accumulates or self.commit is not CommitPolicy.IMMEDIATE or kind.persistent:
+            waits = self.accumulates or self.commit is not CommitPolicy.IMMEDIATE or kind.persistent or self.stage < 3
+            if waits and not has_sums:  # the average of a unit takes the place of its sums
                 waiting = kind.precision.accumulate if self.accumulates else kind.precision.compute
-                found[Tier.DEVICE] += own * waiting.itemsize
+                found[Tier.DEVICE] += self.averaged_numel(numel, spec) * waiting.itemsize
             return found
         found[place.gradients] += self.waiting(kind, numel, place)
         if self.commit is CommitPolicy.SPECULATIVE and spec.optimizer.tier is Tier.HOST:
@@ -149,15 +159,18 @@ class StateFormula:
 
     def waiting(self, kind: GroupKey, numel: int, place: TierPlacement) -> int:
         """Return the bytes of gradients that wait, below the device, for the norm or for more micro-steps."""
-        if self.spec(kind, place).optimizer.tier is Tier.DEVICE or not kind.trains:
+        spec = self.spec(kind, place)
+        if spec.optimizer.tier is Tier.DEVICE or not kind.trains:
             return 0
+        numel = self.averaged_numel(numel, spec)
         if self.accumulates:
-            return self.share(numel) * _FP32
-        return self.share(numel) * kind.precision.compute.itemsize if self.commit is not CommitPolicy.IMMEDIATE else 0
+            return numel * _FP32
+        return numel * kind.precision.compute.itemsize if self.commit is not CommitPolicy.IMMEDIATE else 0
 
     def stepped(self, kind: GroupKey, numel: int, place: TierPlacement) -> int:
         """Return the bytes of master weights and optimizer state that are stepped below the device."""
-        tier, own = self.spec(kind, place).optimizer.tier, self.share(numel)
+        spec = self.spec(kind, place)
+        tier, own = spec.optimizer.tier, self.stepped_numel(numel, spec)
         if tier is Tier.DEVICE or not kind.trains:
             return 0
         return own * kind.precision.master.itemsize + self.moments(own, kind, tier)
@@ -215,10 +228,11 @@ class ModelStates:
 
     def sent(self, name: str, place: TierPlacement) -> int:
         """Return the bytes of a unit's parameters, in the compute dtype, that are stepped below the device."""
+        formula = self.formula
         return sum(
-            self.formula.share(numel) * kind.precision.compute.itemsize
+            formula.stepped_numel(numel, formula.spec(kind, place)) * kind.precision.compute.itemsize
             for kind, numel in self.units[name].items()
-            if self.formula.stepped(kind, numel, place)
+            if formula.stepped(kind, numel, place)
         )
 
 
@@ -259,9 +273,9 @@ class OffloadPlan:
         commits = Counter(self.commits.values())
         policies = ", ".join(f"{commits[commit]} {commit.value}" for commit in CommitPolicy if commits[commit])
         tiers = Counter(place.optimizer for place in self.places.values())
-        units = ", ".join(f"{tiers[tier]} {_ON[tier]}" for tier in Tier if tiers[tier])
+        units = ", ".join(f"{tiers[tier]} {tier.words}" for tier in Tier if tiers[tier])
         held = self.stored_bytes()
-        sizes = ", ".join(f"{human(held[tier])} {_ON[tier]}" for tier in Tier if held[tier])
+        sizes = ", ".join(f"{human(held[tier])} {tier.words}" for tier in Tier if held[tier])
         updates = f"updates on the host, by unit: {policies}" if policies else "no updates on the host"
         waiting = [name for name, place in self.places.items() if place.gradient_tier is Tier.DISK]
         num_waiting = sum(self.states.waiting(name, self.places[name]) > 0 for name in waiting)

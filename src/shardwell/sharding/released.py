@@ -1,21 +1,29 @@
-"""Released parameters: they keep their shape, dtype and identity, and a use of their values is caught.
+"""Released parameters: a use of their values is caught, and a change that their release loses is reported.
 
-A released parameter is a view of freed storage: reading it would crash the process. While it is released its class is
-`ReleasedParameter`, whose `__torch_function__` answers metadata and asks the owner of the parameter for everything
-else.
+A released parameter keeps its shape, dtype and identity, but is a view of freed storage: reading it would crash the
+process. While it is released its class is `ReleasedParameter`, whose `__torch_function__` answers metadata and asks the
+owner of the parameter for everything else. `ChangeWatch` looks at unsharded parameters before they are released: a
+change in place would be lost.
 """
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Callable, Iterable
-from typing import Any, NoReturn, Protocol
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from shardwell.errors import ReleasedParameterError
+from shardwell.kernels.rounding import narrow
+from shardwell.memory import Tier
+
+if TYPE_CHECKING:
+    from shardwell.sharding.group import ShardedGroup
+    from shardwell.sharding.unit import Unit
 
 
 class ParameterOwner(Protocol):
@@ -111,12 +119,18 @@ class ReleasedParameter(nn.Parameter):
                 return func(*args, **kwargs)
         away = [leaf for leaf in tree_leaves((args, kwargs)) if is_released(leaf)]
         for parameter in away:
-            owner_of(parameter).request_values(parameter, getattr(func, "__name__", str(func)))
+            owner_of(parameter).request_values(parameter, _name_of(func))
         try:
             return func(*args, **kwargs)
         finally:
             for parameter in away:
                 owner_of(parameter).end_request(parameter)
+
+
+def _name_of(func: Callable[..., Any]) -> str:
+    """Return the name of an operation as users write it: that of `.data` is the attribute's, not `__get__`."""
+    name = getattr(func, "__name__", str(func))
+    return getattr(getattr(func, "__self__", None), "__name__", name) if name in ("__get__", "__set__") else name
 
 
 class ValuesElsewhere(Tensor):
@@ -235,3 +249,90 @@ def _away_class(kind: type[nn.Parameter]) -> type[ReleasedParameter]:
 
 
 _away_classes: dict[type[nn.Parameter], type[ReleasedParameter]] = {}
+
+
+# ----------------------------------------------------------------------------------- changes that a release loses
+
+_CLOSE_LOOKS = 4  # reshards that compare values: a forward that changes its own parameters does so from the start
+
+_version: Callable[[Tensor], int] = Tensor._version.__get__  # type: ignore[attr-defined]
+
+
+class ChangeWatch:
+    """Finds changes of a unit's parameters: of their shapes, and of values that are lost when their memory is freed."""
+
+    def __init__(self, parameters: list[nn.Parameter]) -> None:
+        self._has_warned = False
+        self.is_off = False  # the parameters get another owner: what happens to them is no edit of the user
+        self.gathered_at = 0  # the number of the unit's updates at its all-gather
+        self.is_rounded = False  # the all-gather was quantised
+        self.was_retained = False  # since its all-gather
+        self.was_opened = False  # since its all-gather, by a context: the user may have views of it
+        self.has_warned_of_views = False
+        self.needs_rebuild = False  # a parameter was given another shape
+        self._num_looks = 0  # reshards; the first `_CLOSE_LOOKS` of them compare values
+        self.reset(parameters)
+
+    def reset(self, parameters: list[nn.Parameter]) -> None:
+        """Expect the parameters to stay as they are now."""
+        with torch._C.DisableTorchFunctionSubclass():
+            self._versions = list(map(_version, parameters))  # how often each was changed in place by the user
+
+    def check(self, unit: Unit, *, closely: bool | None = None) -> None:
+        """Warn if unsharded parameters were changed in place, because the change is lost when they are freed.
+
+        Torch does not count changes of `p.data`. `closely`: values are compared with the stored ones. By default this
+        is done where a change is likely, and the unit is about to be resharded.
+        """
+        if closely is None:
+            closely = self.was_retained or self._num_looks < _CLOSE_LOOKS
+            self._num_looks, self.was_retained = self._num_looks + 1, False
+        with torch._C.DisableTorchFunctionSubclass():
+            now = list(map(_version, unit.sets.parameters))
+        is_lost = closely and self._differs(unit)
+        if (is_lost or now != self._versions) and not self._has_warned:
+            self._warn(unit, now, is_lost=is_lost)
+        self._versions = now
+
+    def _differs(self, unit: Unit) -> bool:
+        """Whether values differ from the stored ones, and only the user can have changed them."""
+        is_updated = unit.updates.count != self.gathered_at or unit.updates.is_ahead or unit.updates.pending is not None
+        if is_updated or not unit.is_unsharded:
+            return False
+        return any(is_unlike_its_shard(group) for group in unit.resharding_groups)
+
+    def _warn(self, unit: Unit, now: list[int], *, is_lost: bool) -> None:
+        """Warn once, with the names of the parameters that were changed and will be freed."""
+        slots = [slot for group in unit.groups for slot in group.layout.slots]
+        freed = {id(slot) for group in unit.resharding_groups for slot in group.layout.slots}
+        changed = zip(slots, now, self._versions, strict=True)
+        names = [slot.name for slot, after, before in changed if after != before and id(slot) in freed]
+        if names or is_lost:
+            self._has_warned = True
+            warn_of_lost(unit.name, names)
+
+
+def is_unlike_its_shard(group: ShardedGroup) -> bool:
+    """Whether unsharded parameters differ from the stored ones, where that is cheap to know.
+
+    The parameters must have been all-gathered unquantised.
+    """
+    stored, mine = group.storage.parameters, group.flat.tensor[slice(*group.local_range)]
+    is_on_disk = group.spec.parameters.tier is Tier.DISK
+    if group.is_quantized or not group.all_gather.is_exact or is_on_disk or stored.is_meta:
+        return False
+    if stored.device != mine.device:
+        return False
+    rounded = narrow(stored, torch.empty_like(mine)) if stored.dtype != mine.dtype else stored
+    return not torch.equal(rounded.view(torch.uint8), mine.view(torch.uint8))
+
+
+def warn_of_lost(unit: str, names: list[str]) -> None:
+    """Warn that a change in place of parameters of this unit is lost."""
+    logging.getLogger("shardwell").warning(
+        "%s of unit '%s' changed in place while unsharded for a moment, and the change is lost: each rank holds only "
+        "its shard. Change parameters inside `with shardwell.zero.GatheredParameters(parameters, modifier_rank=0):`, "
+        "or use engine.load_state_dict; what a forward changes by itself belongs in a buffer.",
+        ", ".join(f"'{name}'" for name in names) or "a parameter",
+        unit or "(root)",
+    )

@@ -24,7 +24,7 @@ class QuantizationResidual:
         self._factor = 1.0  # converts the error to gradients
         self._has_begun = False
 
-    def joining(self, factor: float) -> Tensor:
+    def scaled_to(self, factor: float) -> Tensor:
         """Return the error (1D) to add to values that `factor` converts to gradients.
 
         The caller overwrites it with the new error.

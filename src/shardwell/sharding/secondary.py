@@ -43,7 +43,7 @@ class SecondaryShard:
         self._kept: Tensor | None = None
 
     @property
-    def is_there(self) -> bool:
+    def is_valid(self) -> bool:
         """Whether the secondary shard is filled."""
         return self._kept is not None
 
@@ -52,8 +52,8 @@ class SecondaryShard:
         even = even_part(flat.numel(), self._comm.rank_group.size)
         return flat[:even], flat[even:]
 
-    def keep(self, flat: Tensor) -> None:
-        """Keep a part of the parameters that were all-gathered."""
+    def fill(self, flat: Tensor) -> None:
+        """Fill the secondary shard with a part of the parameters that were all-gathered."""
         mesh = self._comm.rank_group
         split, rest = self._parts(flat)
         mine = split.chunk(mesh.size)[mesh.rank]
@@ -70,11 +70,11 @@ class SecondaryShard:
             mine = split.chunk(mesh.size)[mesh.rank]
             mine.copy_(self._kept[: mine.numel()])
             rest.copy_(self._kept[mine.numel() :])
-            mark = gathers.record()
+            event = gathers.record()
         move = self._comm.all_gather(split, f"GATHER {self._name} in the node")
-        return Work(mark.wait).then(move.wait)
+        return Work(event.wait).then(move.wait)
 
-    def forget(self) -> None:
+    def invalidate(self) -> None:
         """Free the secondary shard: the parameters change, or are unsharded for good."""
         if self._kept is not None:
             self._temporary.free(self._kept)
@@ -96,7 +96,7 @@ class SecondaryAllGather:
         self.is_exact = exact or not self._is_rounded
         if self.secondary is None or (exact and self._is_rounded):
             return self._inner(exact=exact)  # a secondary shard would hold rounded values
-        if self.secondary.is_there:
+        if self.secondary.is_valid:
             self._flat.allocate()
             return self.secondary.gather(self._flat.tensor)
-        return self._inner(exact=exact).then(partial(self.secondary.keep, self._flat.tensor))
+        return self._inner(exact=exact).then(partial(self.secondary.fill, self._flat.tensor))

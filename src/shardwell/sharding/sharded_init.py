@@ -25,10 +25,12 @@ from torch.nn.modules.module import (
     register_module_parameter_registration_hook,
 )
 
-from shardwell.config import Config, load
+from shardwell.config import Config, load, stage_is_open
 from shardwell.errors import ConfigError, ShardwellError
 from shardwell.memory import Device, MemoryStats, TemporaryBuffers, Tier
-from shardwell.memory.device import default_device, returning_freed_pages
+from shardwell.memory.host_memory import returning_freed_pages
+from shardwell.memory.local_gpus import default_device
+from shardwell.memory.statistics import TIERS_BY_NAME
 from shardwell.parallel import start_process_group
 from shardwell.sharding import released
 from shardwell.sharding.init_arguments import ExtraInitArguments
@@ -36,7 +38,7 @@ from shardwell.sharding.init_parameters import InitRegistry, InitStorage
 from shardwell.sharding.parameter_subclasses import has_no_size, own_rules
 from shardwell.sharding.tiers import TierFactory
 
-_TIERS = {None: Tier.DEVICE, "none": Tier.DEVICE, "cuda": Tier.DEVICE, "cpu": Tier.HOST, "nvme": Tier.DISK}
+_TIERS = {"none": Tier.DEVICE, "cuda": Tier.DEVICE, **TIERS_BY_NAME}
 
 _active: list[tuple[int, ShardedInit]] = []  # the open contexts, with the thread of each; the last one is active
 _said: set[str] = set()
@@ -67,7 +69,9 @@ class ShardedInit(contextlib.AbstractContextManager["ShardedInit"]):
     ) -> None:
         given = config_dict_or_path if config_dict_or_path is not None else config
         self._settings = load({"zero_optimization": {"stage": 3}} if given is None else given)
-        self._enabled = enabled and self._settings.zero_optimization.stage == 3
+        # With "auto", `initialize` will choose stage 3, because the model comes sharded.
+        is_sharded = self._settings.zero_optimization.stage == 3 or stage_is_open(self._settings)
+        self._enabled = enabled and is_sharded
         if enabled and not self._enabled:
             _say_once(
                 f"zero.Init does nothing: its configuration has ZeRO stage {self._settings.zero_optimization.stage}, "
@@ -174,10 +178,12 @@ class ShardedInit(contextlib.AbstractContextManager["ShardedInit"]):
         """Return how shards are stored: as the caller says, else as the configuration says."""
         settings = self._settings
         block = settings.zero_optimization.offload_param
+        if remote_device is None:
+            remote_device = block.device
         if remote_device not in _TIERS:
-            known = ", ".join(f"'{name}'" for name in _TIERS if name)
+            known = ", ".join(f"'{name}'" for name in _TIERS)
             raise ConfigError(f"zero.Init(remote_device='{remote_device}'): expected one of {known}, or none of them")
-        tier = _TIERS[remote_device if remote_device is not None else block.device]
+        tier = _TIERS[remote_device]
         folders = [Path(path.strip()) for path in (block.nvme_path or "").split(",") if path.strip()]
         if tier is Tier.DISK and not folders:
             raise ConfigError(

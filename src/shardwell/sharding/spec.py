@@ -207,18 +207,22 @@ class GroupPrecision:
         trainable: bool,
         accumulate: torch.dtype | None = None,
         wire: CommPrecision | None = None,
+        *,
+        narrow_masters: bool = False,
     ) -> GroupPrecision:
         """Return the precision for parameters of `dtype` in a model that computes in `mixed`.
 
-        `mixed` is None if the model computes in the dtypes of its parameters.
+        `mixed` is None if the model computes in the dtypes of its parameters. With `narrow_masters` master weights and
+        gradients have the dtype that the model computes in.
         """
         wire = wire or CommPrecision()
         compute = mixed if mixed is not None and casts(dtype) else dtype
         if not trainable or not compute.is_floating_point:
             return cls(compute, compute, compute, wire)
         is_narrow = compute.itemsize <= 2
-        master = torch.float32 if mixed is not None and is_narrow else compute
-        return cls(compute, master, accumulate or (torch.float32 if is_narrow else compute), wire)
+        if narrow_masters or not is_narrow:
+            return cls(compute, compute, accumulate or compute, wire)
+        return cls(compute, compute if mixed is None else torch.float32, accumulate or torch.float32, wire)
 
     @property
     def is_mixed(self) -> bool:

@@ -1,23 +1,13 @@
-"""How a group stores its parameters and master weights: the forms, their bytes, and a class for each form.
+"""How a group stores its parameters and master weights, a class for each form, and how stored values are all-gathered.
 
-`form_of` chooses the form and `state_bytes` counts its bytes. `ShardedGroup` allocates by them, placement counts by
-them, and tests hold both against what an engine really holds. The classes know no tier: `offload/storage.py` wraps
-them where parameters or master weights are stored below the device.
-
-| form | stored parameters | master weights |
-|---|---|---|
-| IN_PLACE | the flat buffer, unsharded | the same memory |
-| SHARD | this rank's shard, in the master dtype | the same memory |
-| SPLIT_BF16 | bf16: the upper 16 bits of the masters | a remainder: their lower 16 bits |
-| SEPARATE | in the compute dtype | a buffer of their own, on the optimizer's tier |
-| QUANTIZED | this rank's shard, quantised (frozen parameters only) | what the codes stand for, in fp32 |
+The classes know no tier: `offload/storage.py` wraps them where parameters or master weights are stored below the
+device. The forms whose master weights exist only while they are open are in `assembled_storage.py`.
 """
 
 from __future__ import annotations
 
 import abc
 import contextlib
-import enum
 import weakref
 from collections import Counter
 from collections.abc import Iterator
@@ -28,60 +18,12 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from shardwell.kernels.quantize import Codec
 from shardwell.kernels.rounding import adopt, narrow
 from shardwell.memory import FlatBuffer, Stream, Tier
-from shardwell.sharding.spec import GroupPrecision, ShardingSpec
-
-
-class StorageForm(enum.Enum):
-    """How parameters and their master weights are stored between steps."""
-
-    IN_PLACE = "in place"
-    SHARD = "shard"
-    SPLIT_BF16 = "bf16 and remainder"
-    SEPARATE = "separate"
-    QUANTIZED = "quantised"
-
-    @property
-    def is_assembled(self) -> bool:
-        """Whether fp32 masters exist only while they are open."""
-        return self in (StorageForm.SPLIT_BF16, StorageForm.QUANTIZED)
-
-
-def form_of(spec: ShardingSpec, precision: GroupPrecision, trains: bool) -> StorageForm:
-    """Return the form in which a group of this spec and precision is stored; `trains`: it has masters and state."""
-    if spec.storage_codec is not None:
-        return StorageForm.QUANTIZED
-    if trains and spec.allows_split_master and precision.is_bf16_split:
-        return StorageForm.SPLIT_BF16
-    is_below = spec.optimizer.tier is not Tier.DEVICE or spec.parameters.tier is not Tier.DEVICE
-    is_narrow = precision.is_mixed and not precision.is_bf16_split  # fp16 is no part of an fp32 number
-    if trains and (is_below or (is_narrow and not spec.reshards)):
-        return StorageForm.SEPARATE
-    return StorageForm.SHARD if spec.reshards else StorageForm.IN_PLACE
-
-
-def state_bytes(
-    form: StorageForm, spec: ShardingSpec, precision: GroupPrecision, numel: int, num_shards: int
-) -> Counter[Tier]:
-    """Return the bytes of parameters and masters of `numel` elements on one rank, by tier, between steps.
-
-    Shards are padded to equal sizes. Optimizer state, gradients and secondary shards are not counted.
-    """
-    shard = -(-numel // num_shards)
-    compute, master = precision.compute.itemsize, precision.master.itemsize
-    held = shard if spec.reshards else numel
-    own = shard if spec.optimizer.axis is not None else numel
-    stored: Counter[Tier] = Counter()
-    if form is StorageForm.QUANTIZED:
-        assert spec.storage_codec is not None
-        stored[spec.parameters.tier] += spec.storage_codec.num_bytes(shard)
-    elif form in (StorageForm.IN_PLACE, StorageForm.SHARD):
-        stored[spec.parameters.tier] += held * master
-    else:
-        stored[spec.parameters.tier] += held * compute
-        stored[spec.optimizer.tier] += own * (master - compute if form is StorageForm.SPLIT_BF16 else master)
-    return stored
+from shardwell.parallel import Collectives, Work
+from shardwell.sharding.secondary import SecondaryShard
+from shardwell.sharding.storage_form import StorageForm
 
 
 @dataclass(frozen=True)
@@ -177,13 +119,6 @@ class FormStorage(abc.ABC):
             if tensor is not None:
                 tensor.data = self.master[start : start + tensor.numel()]
 
-    def with_separate_masters(self, masters: FlatBuffer, tier: Tier, compute: torch.dtype) -> SeparateStorage:
-        """Return a storage of the same parameters whose master weights are in `masters`, with the slices so far."""
-        found = SeparateStorage(self.part, masters, tier, compute)
-        found._slices = self._slices
-        found.reslice()
-        return found
-
     @property
     def beside(self) -> Tensor | None:
         """Return what is stored of the master weights beside the parameters (1D)."""
@@ -275,3 +210,26 @@ class SeparateStorage(FormStorage):
         before, self.master.data = self.master.data, spare.data
         spare.data = before
         self.reslice()
+
+
+class DefaultAllGather:
+    """The all-gather of stored values, in the compute dtype."""
+
+    is_exact = True
+    secondary: SecondaryShard | None = None
+
+    def __init__(self, name: str, flat: FlatBuffer, storage: MasterStorage, comm: Collectives, local: slice) -> None:
+        self._token = f"GATHER {name}"
+        self._codec: Codec | None = None
+        self._flat, self._storage, self._local = flat, storage, local
+        self._comm, self._stream = comm, comm.device.all_gather_stream
+        self._is_alone = comm.rank_group.size == 1
+
+    def __call__(self, *, exact: bool = False) -> Work:
+        """Start to fill the flat buffer: this rank's slice by a copy, the others in place."""
+        flat = self._flat
+        flat.allocate()
+        with self._stream.after_current():
+            self._storage.to_compute(flat.tensor[self._local])
+        work = self._comm.all_gather(flat.tensor, self._token, codec=self._codec)
+        return Work(self._stream.record().wait) if self._is_alone else work

@@ -13,6 +13,7 @@ block is cut, and a part holds its part of each block, one after the other:
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,6 +35,7 @@ class TensorPart:
     num_parts: int
     index: int  # of this part
     blocks: tuple[int, ...] = ()  # sizes of the blocks that are packed along the dimension; empty: it is one block
+    owner: int | None = None  # the part that is the whole tensor, where all others are empty: one of listed experts
 
     @property
     def ranges(self) -> list[tuple[int, int]]:
@@ -42,6 +44,9 @@ class TensorPart:
 
     def ranges_of(self, index: int) -> list[tuple[int, int]]:
         """Return the half-open ranges along the dimension that part `index` holds. Last parts may be smaller."""
+        if self.owner is not None:
+            size = self.shape[self.dim]
+            return [(0, size) if index == self.owner else (size, size)]
         found, first = [], 0
         for size in self.blocks or (self.shape[self.dim],):
             step = -(-size // self.num_parts)
@@ -84,6 +89,12 @@ def part_of(parameter: Any) -> TensorPart | None:
     """Return which part of a larger tensor a parameter is; None if it is a whole one."""
     record: TensorPart | None = parameter.__dict__.get(_RECORD)
     return record
+
+
+def numel_on_all(parameter: nn.Parameter) -> int:
+    """Return a number of elements by which all ranks decide alike: of a part, that of the first one that has any."""
+    part = part_of(parameter)
+    return parameter.numel() if part is None else math.prod(part.shape_of(part.owner or 0))
 
 
 def mark_part(parameter: nn.Parameter, part: TensorPart | None) -> None:

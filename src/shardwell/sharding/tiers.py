@@ -33,9 +33,6 @@ class OffloadedStorage(MasterStorage, Protocol):
     def swapped_in(self, *, changes: bool = False) -> AbstractContextManager[None]:
         """Return a context in which everything on disk is in memory; it may be nested."""
 
-    def replace_form(self, form: FormStorage) -> None:
-        """Continue with another form of the same parameters, whose master weights are on the device."""
-
 
 class TierFactory(Protocol):
     """What stores state below the device; `offload/storage.py` has the only one."""

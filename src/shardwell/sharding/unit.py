@@ -21,7 +21,6 @@ from shardwell.errors import ReleasedParameterError, ShardwellError
 from shardwell.parallel import Work
 from shardwell.sharding import edits, released
 from shardwell.sharding.group import ShardedGroup
-from shardwell.sharding.parameter_views import ChangeWatch
 from shardwell.sharding.pending_update import FailedUpdate, PendingUpdate
 from shardwell.sharding.unit_state import GroupSets, UnitUpdates, UnitUse
 from shardwell.sharding.wrap import UnitSpec
@@ -30,9 +29,9 @@ from shardwell.sharding.wrap import UnitSpec
 class Residency(enum.Enum):
     """Whether the parameters of a unit are sharded, being all-gathered, or unsharded."""
 
-    SHARDED = "released"
-    UNSHARDING = "gathering"
-    UNSHARDED = "whole"
+    SHARDED = "sharded"
+    UNSHARDING = "unsharding"
+    UNSHARDED = "unsharded"
 
     __hash__ = object.__hash__  # each member is one object; Enum's own hash is slow, and these are keys everywhere
 
@@ -65,7 +64,7 @@ class Unit:
         self._sort()
         self.residency = Residency.SHARDED if self.resharding_groups else Residency.UNSHARDED
         self.owner: UnitOwner | None = None  # None before a scheduler has adopted it
-        self.use, self.updates, self.changes = UnitUse(), UnitUpdates(), ChangeWatch(self.sets.parameters)
+        self.use, self.updates, self.changes = UnitUse(), UnitUpdates(), released.ChangeWatch(self.sets.parameters)
         self._pending: list[Work] = []
         for parameter in self.sets.parameters:
             released.set_owner(parameter, self)
@@ -106,16 +105,11 @@ class Unit:
         return found
 
     def free_if_unaliased(self) -> None:
-        """Free the memory of a resharded unit that no view uses any more."""
+        """Free the unsharded parameters of a resharded unit, unless views of them exist; a later call tries again."""
         for group in self.resharding_groups if self.residency is Residency.SHARDED else ():
-            group.reshard()
-
-    def has_replaced_parameters(self, *, quickly: bool = False) -> bool:
-        """Return whether the user has given parameters other memory, see `ParameterViews.replaced`."""
-        found = False
-        for group in self.groups:
-            found = found or bool(group.views.replaced(quickly=quickly))
-        return found
+            group.flat.free_if_unaliased(group.views.num_aliases)
+            if group.flat.is_replaced:
+                group.remake_views()
 
     # The methods below are idempotent: a second call in the same state does nothing, and its result says so.
 
@@ -208,8 +202,7 @@ class Unit:
         self.changes.was_opened = False
         self.residency = Residency.SHARDED
         released.release(self.sets.resharding_parameters)
-        for group in self.resharding_groups:
-            group.reshard()
+        self.free_if_unaliased()
 
     def abandon_passes(self) -> None:
         """Forget passes, gradients and what is in flight after a failure. Stored values and finished updates stay."""
@@ -277,11 +270,6 @@ class Unit:
         """
         return not self.updates.is_awaited or self.updates.pending is None or self.updates.pending.is_done
 
-    @property
-    def may_be_hidden(self) -> bool:
-        """Whether updates of it start before it is known that they may be committed."""
-        return self.updates.is_watched or self.sets.is_speculative
-
     def await_update(self, arrival: PendingUpdate | None, *, hides: bool = False) -> None:
         """Let users of the unit wait for an update that was started before it is published. None: no update any more.
 
@@ -343,16 +331,6 @@ class Unit:
                 pending.wait()
 
         return finish
-
-    def note_update(self) -> None:
-        """Count a step that changed the parameters: a graph that saved them must not be used any more.
-
-        Torch checks that for parameters that stay unsharded. Released ones are checked where they are read, see
-        `SavedView`.
-        """
-        self.updates.count += 1
-        if self.sets.with_values:
-            torch.autograd.graph.increment_version(self.sets.with_values)
 
     def publish(self, arrival: PendingUpdate | None = None) -> bool:
         """Start the all-gather of the updated slices of groups that stay unsharded; readers wait for it.

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from shardwell.errors import ConfigError
+from shardwell.sharding.tensor_part import numel_on_all
 from shardwell.sharding.tiled import TiledLinear
 
 _REPEATED = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
@@ -63,6 +64,17 @@ class UnitSpec:
     parameters: list[tuple[str, nn.Parameter]]
     is_tile: bool = False  # recomputation does not keep it for its backward: it is all-gathered again
     is_user_unit: bool = False  # the user named it as a leaf: ranks may use different parts of it, or none
+    followers: tuple[nn.Module, ...] = ()  # of a bundle: the modules that run after `module`, in their order
+
+    @property
+    def modules(self) -> tuple[nn.Module, ...]:
+        """Return the modules whose forwards use the unit: one, or those of a bundle."""
+        return (self.module, *self.followers)
+
+    @property
+    def numel(self) -> int:
+        """Return the number of elements of all parameters."""
+        return sum(numel_on_all(parameter) for _, parameter in self.parameters)
 
 
 def wrap_model(model: nn.Module, wanted: LeafRules | None = None) -> list[UnitSpec]:
@@ -127,7 +139,7 @@ def _large_leaves(model: nn.Module, blocks: set[str]) -> set[str]:
     largest = max((_count(modules[name]) for name in blocks), default=0)
     found = set()
     for name, module in modules.items():
-        size = sum(parameter.numel() for parameter in module.parameters(recurse=False))
+        size = sum(numel_on_all(parameter) for parameter in module.parameters(recurse=False))
         if not name or not size or any(_inside(name, block) for block in blocks):
             continue
         if (
@@ -195,4 +207,4 @@ def _join(prefix: str, name: str) -> str:
 
 
 def _count(module: nn.Module) -> int:
-    return sum(parameter.numel() for parameter in module.parameters())
+    return sum(numel_on_all(parameter) for parameter in module.parameters())

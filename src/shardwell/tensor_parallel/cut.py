@@ -11,13 +11,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from shardwell.errors import ConfigError, ShardwellError
 from shardwell.parallel import Collectives
-from shardwell.sharding import released
 from shardwell.sharding.tensor_part import TensorPart, mark_part, mark_partial, part_of
+from shardwell.sharding.whole_tensor import first_values
 from shardwell.tensor_parallel import layers
+from shardwell.tensor_parallel.plan import blocks_of, kind_of
 from shardwell.tensor_parallel.region import CutRegion
 
 _COLUMNS, _ROWS = (
@@ -58,12 +59,12 @@ class Cutter:
 
     def gathering(self) -> list[str]:
         """Return the modules inside of blocks that hold layers cut by columns: they take whole sequences."""
-        found = [name.rpartition(".")[0] for name, style in self.plan.items() if style in _COLUMNS]
+        found = [name.rpartition(".")[0] for name, style in self.plan.items() if kind_of(style) in _COLUMNS]
         return [name for name in dict.fromkeys(found) if any(name.startswith(f"{block}.") for block in self.blocks)]
 
     def _cut_module(self, name: str, module: nn.Module, style: str) -> None:
         region = self._region(name)
-        if style == "replicate" or isinstance(module, layers.CutLayer):
+        if style == "replicate" or isinstance(module, layers.CutLayer) or getattr(module, "is_elsewhere", False):
             return
         if style == "replicated_with_grad_allreduce":
             for parameter in module.parameters():
@@ -74,7 +75,7 @@ class Cutter:
             self._cut_embedding(name, module, region, by_words=style == "embedding_rowwise")
         elif hasattr(module, "base_layer"):
             self._cut_adapter(name, module, style)
-        elif style in (*_COLUMNS, *_ROWS):
+        elif kind_of(style) in (*_COLUMNS, *_ROWS):
             self._cut_linear(name, module, style, region)
         else:
             raise _misfit(name, module, style)
@@ -83,13 +84,12 @@ class Cutter:
         is_conv = type(module).__name__ == "Conv1D" and hasattr(module, "nf")
         if not is_conv and type(module).forward is not nn.Linear.forward:
             raise _misfit(name, module, style)
-        is_column = style in _COLUMNS
+        is_column = kind_of(style) in _COLUMNS
         bias: nn.Parameter | None = module.bias  # type: ignore[assignment]
         dim = int(is_column) if is_conv else int(not is_column)
-        num_blocks = 2 if style.startswith("packed") else 1
-        part = self._cut_tensor(f"{name}.weight", module.weight, dim, num_blocks)  # type: ignore[arg-type]
+        part = self._cut_tensor(f"{name}.weight", module.weight, dim, style)  # type: ignore[arg-type]
         if bias is not None and is_column:
-            self._cut_tensor(f"{name}.bias", bias, 0, num_blocks)
+            self._cut_tensor(f"{name}.bias", bias, 0, style)
         elif bias is not None and region.splits_sequences:
             mark_partial(bias)
         kinds = (layers.ColumnConv1D, layers.RowConv1D) if is_conv else (layers.ColumnLinear, layers.RowLinear)
@@ -102,7 +102,7 @@ class Cutter:
     def _has_end(self, name: str) -> bool:
         """Whether a layer that is cut by rows follows in the same module."""
         around = name.rpartition(".")[0]
-        return any(style in _ROWS and other.rpartition(".")[0] == around for other, style in self.plan.items())
+        return any(kind_of(style) in _ROWS and other.rpartition(".")[0] == around for other, style in self.plan.items())
 
     def _cut_embedding(self, name: str, module: nn.Embedding, region: CutRegion, *, by_words: bool) -> None:
         if module.max_norm is not None or module.sparse or module.scale_grad_by_freq:
@@ -141,6 +141,8 @@ class Cutter:
 
     def _become(self, module: nn.Module, kind: type[nn.Module], name: str, region: CutRegion, part: TensorPart) -> None:
         layer: Any = module
+        if "late_product" in vars(module):  # the cut layer calls it itself
+            vars(module).pop("forward", None)
         layer.kind, layer.region, layer.full_name = type(module), region, name
         layer.sizes = [part.shape_of(index)[part.dim] for index in range(part.num_parts)]
         if type(module) in (nn.Linear, nn.Embedding) or kind.__name__.endswith("Conv1D"):
@@ -151,16 +153,14 @@ class Cutter:
 
     def _cut_parameter(self, name: str, parameter: nn.Parameter, style: str) -> None:
         """Cut a parameter that a module uses itself, as packed experts do: the last two dims are out and in."""
-        if style not in (*_COLUMNS, *_ROWS) or parameter.ndim < 2:
+        if kind_of(style) not in (*_COLUMNS, *_ROWS) or parameter.ndim < 2:
             raise ShardwellError(
                 f"tensor_parallel.plan: {style} does not fit parameter '{name}' {tuple(parameter.shape)}"
             )
-        self._cut_tensor(
-            name, parameter, parameter.ndim - (2 if style in _COLUMNS else 1), 1 + style.startswith("packed")
-        )
+        self._cut_tensor(name, parameter, parameter.ndim - (2 if kind_of(style) in _COLUMNS else 1), style)
 
     @torch.no_grad()
-    def _cut_tensor(self, name: str, parameter: nn.Parameter, dim: int, num_blocks: int = 1) -> TensorPart:
+    def _cut_tensor(self, name: str, parameter: nn.Parameter, dim: int, style: str = "") -> TensorPart:
         """Replace the values of a parameter, which are those of the first rank, by this rank's part."""
         axis, shape = self.outside.axis, tuple(parameter.shape)
         if (known := part_of(parameter)) is not None:
@@ -170,26 +170,18 @@ class Cutter:
                 )
             return known
         size = shape[dim]
-        if size < axis.size or size % num_blocks:
+        blocks = blocks_of(style, size)
+        if size < axis.size or (blocks and (sum(blocks) != size or min(blocks) < 1)):
             raise ConfigError(
                 f"tensor_parallel.autotp_size: '{name}' {shape} cannot be cut along dim {dim} into {axis.size} parts"
-                + (f" of {num_blocks} blocks" if num_blocks > 1 else "")
+                + (f" by {style}" if blocks else "")
             )
-        blocks = (size // num_blocks,) * num_blocks if num_blocks > 1 else ()
         part = TensorPart(shape, dim, axis.size, axis.rank, blocks)
-        parameter.data = part.cut(self._values(name, parameter)).clone(memory_format=torch.contiguous_format)
+        parameter.data = part.cut(first_values(name, parameter, self.stage)).clone(
+            memory_format=torch.contiguous_format
+        )
         mark_part(parameter, part)
         return part
-
-    def _values(self, name: str, parameter: nn.Parameter) -> Tensor:
-        """Return the first rank's values of a parameter."""
-        if released.is_owned(parameter):
-            return released.owner_of(parameter).hand_over(parameter)
-        if parameter.is_meta:
-            return parameter.data
-        whole = parameter.data.to(self.stage.device.torch_device).contiguous()
-        self.stage.broadcast(whole, token=f"SETUP {name}")
-        return whole
 
     def _follow_ties(self) -> None:
         """Cut the layers that share a cut parameter: the embedding of a vocabulary whose last layer is cut."""

@@ -24,16 +24,16 @@ from torch import Tensor
 from torch.autograd import Function
 
 from shardwell.errors import ShardwellError
-from shardwell.parallel.tensor_axis import TensorAxis
+from shardwell.parallel.model_axis import ModelAxis
 
 _Function = TypeVar("_Function", bound=Callable[..., Tensor])
 
 
 class _Enter(Function):
     @staticmethod
-    def forward(ctx: Any, values: Tensor, axis: TensorAxis, token: str) -> Tensor:
+    def forward(ctx: Any, values: Tensor, axis: ModelAxis, token: str) -> Tensor:
         ctx.axis, ctx.token = axis, token
-        return values.view_as(values)
+        return values.detach()  # no view for autograd, which would keep `values` as long as it
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
@@ -43,7 +43,7 @@ class _Enter(Function):
 
 class _Leave(Function):
     @staticmethod
-    def forward(ctx: Any, values: Tensor, axis: TensorAxis, token: str) -> Tensor:
+    def forward(ctx: Any, values: Tensor, axis: ModelAxis, token: str) -> Tensor:
         return axis.all_reduce(values.clone(memory_format=torch.contiguous_format), token)
 
     @staticmethod
@@ -55,7 +55,7 @@ class _Gather(Function):
     """All-gather; backward is a reduce-scatter, or this rank's part if all ranks have the same gradient."""
 
     @staticmethod
-    def forward(ctx: Any, values: Tensor, axis: TensorAxis, dim: int, token: str, sums: bool) -> Tensor:
+    def forward(ctx: Any, values: Tensor, axis: ModelAxis, dim: int, token: str, sums: bool) -> Tensor:
         ctx.axis, ctx.dim, ctx.token, ctx.sums = axis, dim, token, sums
         return axis.all_gather(values, dim, token)
 
@@ -70,7 +70,7 @@ class _Scatter(Function):
     """Reduce-scatter, or this rank's part of values that all ranks have; backward is an all-gather."""
 
     @staticmethod
-    def forward(ctx: Any, values: Tensor, axis: TensorAxis, dim: int, token: str, sums: bool) -> Tensor:
+    def forward(ctx: Any, values: Tensor, axis: ModelAxis, dim: int, token: str, sums: bool) -> Tensor:
         ctx.axis, ctx.dim, ctx.token = axis, dim, token
         if sums:
             return axis.reduce_scatter(values, dim, token)
@@ -87,28 +87,28 @@ def _uncompiled(function: _Function) -> _Function:
 
 
 @_uncompiled
-def enter(values: Tensor, axis: TensorAxis, token: str) -> Tensor:
+def enter(values: Tensor, axis: ModelAxis, token: str) -> Tensor:
     """Begin a region in which each rank computes with its own part: the gradients of all ranks are summed."""
     entered: Tensor = _Enter.apply(values, axis, token)  # type: ignore[no-untyped-call]
     return entered
 
 
 @_uncompiled
-def leave(values: Tensor, axis: TensorAxis, token: str) -> Tensor:
+def leave(values: Tensor, axis: ModelAxis, token: str) -> Tensor:
     """End such a region: the values of all ranks are summed."""
     left: Tensor = _Leave.apply(values, axis, token)  # type: ignore[no-untyped-call]
     return left
 
 
 @_uncompiled
-def gather(values: Tensor, axis: TensorAxis, dim: int, token: str, *, sums: bool) -> Tensor:
+def gather(values: Tensor, axis: ModelAxis, dim: int, token: str, *, sums: bool) -> Tensor:
     """All-gather along a dimension. `sums`: the gradients of the ranks are summed; else they are the same."""
     found: Tensor = _Gather.apply(values, axis, dim, token, sums)  # type: ignore[no-untyped-call]
     return found
 
 
 @_uncompiled
-def scatter(values: Tensor, axis: TensorAxis, dim: int, token: str, *, sums: bool) -> Tensor:
+def scatter(values: Tensor, axis: ModelAxis, dim: int, token: str, *, sums: bool) -> Tensor:
     """Return this rank's part along a dimension. `sums`: of the sum over the ranks; else the ranks have the same."""
     if values.shape[dim] % axis.size:
         raise ShardwellError(

@@ -25,6 +25,15 @@ class CutLayer(nn.Module):
     sizes: list[int]  # of the parts of all ranks, along the dimension that is cut
 
 
+def product(layer: Any, values: Tensor, bias: Tensor | None, *, transposed: bool = False) -> Tensor:
+    """Return what a linear layer computes of its part; in a pipeline its weight gradient may be computed late."""
+    late = layer.__dict__.get("late_product")
+    found: Tensor | None = None if late is None else late(values, layer.weight, transposed)
+    if found is None:
+        return F.linear(values, layer.weight.t() if transposed else layer.weight, bias)
+    return found if bias is None else found + bias.to(found.dtype)
+
+
 class ColumnLinear(CutLayer, nn.Linear):
     """A linear layer that computes some of the outputs: its weight is cut by rows of memory (dim 0)."""
 
@@ -34,7 +43,7 @@ class ColumnLinear(CutLayer, nn.Linear):
     def forward(self, values: Tensor) -> Tensor:
         """Return this rank's outputs, or those of all ranks."""
         taken = self.region.begin(values, self.full_name, ends=self.ends)
-        found = F.linear(taken, self.weight, self.bias)
+        found = product(self, taken, self.bias)
         return self.region.gather_last(found, self.full_name, self.sizes) if self.gathers else found
 
 
@@ -47,7 +56,7 @@ class RowLinear(CutLayer, nn.Linear):
         """Return the outputs, which all ranks have alike, or this rank's part of the sequence."""
         if self.splits_input:
             values = self.region.split_last(values, self.full_name)
-        found = self.region.end(F.linear(values, self.weight), self.full_name)
+        found = self.region.end(product(self, values, None), self.full_name)
         return found if self.bias is None else found + self.bias
 
 
@@ -62,7 +71,7 @@ class ColumnConv1D(CutLayer):
     def forward(self, values: Tensor) -> Tensor:
         """Return this rank's outputs, or those of all ranks."""
         taken = self.region.begin(values, self.full_name, ends=self.ends)
-        found = F.linear(taken, self.weight.t(), self.bias)
+        found = product(self, taken, self.bias, transposed=True)
         return self.region.gather_last(found, self.full_name, self.sizes) if self.gathers else found
 
 
@@ -77,7 +86,7 @@ class RowConv1D(CutLayer):
         """Return the outputs, which all ranks have alike, or this rank's part of the sequence."""
         if self.splits_input:
             values = self.region.split_last(values, self.full_name)
-        return self.region.end(F.linear(values, self.weight.t()), self.full_name) + self.bias
+        return self.region.end(product(self, values, None, transposed=True), self.full_name) + self.bias
 
 
 class VocabularyEmbedding(CutLayer, nn.Embedding):

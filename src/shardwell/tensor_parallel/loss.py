@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from shardwell.parallel.tensor_axis import TensorAxis
+from shardwell.parallel.model_axis import ModelAxis
 from shardwell.tensor_parallel.layers import CutLayer
 
 _TOKEN = "TENSOR loss"
@@ -16,7 +16,7 @@ _TOKEN = "TENSOR loss"
 
 class _CrossEntropy(Function):
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, targets: Tensor, axis: TensorAxis, first: int) -> Tensor:
+    def forward(ctx: Any, logits: Tensor, targets: Tensor, axis: ModelAxis, first: int) -> Tensor:
         """Return the loss of each row. The softmax is kept for backward, in place of the logits."""
         most = axis.all_reduce_max(
             logits.amax(-1) if logits.shape[-1] else logits.new_full(targets.shape, -1e30), _TOKEN

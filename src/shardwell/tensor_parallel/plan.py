@@ -1,8 +1,9 @@
 """Plans: how the layers of a model are cut, by patterns of their names.
 
 A plan maps patterns to styles, under Transformers' names: `layers.*.mlp.up_proj: colwise`. In a pattern, `*` is one
-part of a name. A plan comes from the model (`"auto"`), from the configuration, or from DeepSpeed's `layer_specs`, whose
-patterns are regular expressions over names of parameters.
+part of a name. A weight that is packed of other blocks than two of one size names them: `packed_colwise:3`, or
+`packed_colwise:64,32,32`. A plan comes from the model (`"auto"`), from the configuration, or from DeepSpeed's
+`layer_specs`, whose patterns are regular expressions over names of parameters.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ STYLES = (
     "replicated_with_grad_allreduce",
     "replicate",
 )
+_SHAPE = re.compile(r"packed_\w+:[1-9]\d*(,[1-9]\d*)*|\w+")
 _SEVERAL_RANKS = ("ep_router", "grouped_gemm", "ep_dispatch_experts", "moe_identity_expert")
 
 
@@ -52,6 +54,28 @@ def plan_of(model: nn.Module, asked: str | Mapping[str, str], specs: Mapping[str
             'base_model_tp_plan). Write one: "plan": {"layers.*.up": "colwise", "layers.*.down": "rowwise"}'
         )
     return _matched(model, patterns)
+
+
+def kind_of(style: str) -> str:
+    """Return a style without the blocks that it names."""
+    return style.partition(":")[0]
+
+
+def blocks_of(style: str, size: int) -> tuple[int, ...]:
+    """Return the sizes of the blocks that a style cuts, along a dimension of this size; none if it is one block."""
+    kind, _, words = style.partition(":")
+    if not kind.startswith("packed"):
+        return ()
+    numbers = [int(word) for word in (words or "2").split(",")]
+    if len(numbers) == 1:
+        return (size // numbers[0],) * numbers[0] if size % numbers[0] == 0 else (size, -1)
+    return tuple(numbers)
+
+
+def names_with_style(model: nn.Module, style: str) -> list[str]:
+    """Return the full names that a model's own plan gives a style."""
+    patterns = {pattern: one for pattern, one in _own_plan(model).items() if one == style}
+    return list(_matched(model, patterns, is_own=True)) if patterns else []
 
 
 def _own_plan(model: nn.Module) -> dict[str, str]:
@@ -69,7 +93,7 @@ def _own_plan(model: nn.Module) -> dict[str, str]:
     return found
 
 
-def _matched(model: nn.Module, patterns: Mapping[str, str]) -> dict[str, str]:
+def _matched(model: nn.Module, patterns: Mapping[str, str], *, is_own: bool = False) -> dict[str, str]:
     """Return the names that patterns match, with their styles; raise if a pattern of the user's matches nothing."""
     names = [name for name, _ in model.named_modules()] + [name for name, _ in model.named_parameters()]
     found: dict[str, str] = {}
@@ -80,13 +104,13 @@ def _matched(model: nn.Module, patterns: Mapping[str, str]) -> dict[str, str]:
             raise ShardwellError(
                 f"tensor_parallel.plan: {pattern}: {style} needs expert parallelism, which is not built"
             )
-        if known not in STYLES:
+        if not _SHAPE.fullmatch(known) or kind_of(known) not in STYLES:
             raise ConfigError(f"tensor_parallel.plan: {pattern}: {style!r} is no style; use one of {', '.join(STYLES)}")
         shape = re.compile(r"\.".join("[^.]+" if part == "*" else re.escape(part) for part in pattern.split(".")))
         here = [name for name in names if shape.fullmatch(name)]
         matched += len(here)
         found |= dict.fromkeys(here, known)
-    if not matched:
+    if not matched and not is_own:
         raise ConfigError(
             f"tensor_parallel.plan: none of its {len(patterns)} pattern(s) matches a module, such as "
             f"'{next(iter(patterns))}'; names begin with those of the model, such as '{names[1] if names[1:] else ''}'"
@@ -118,9 +142,18 @@ def _spec(number: int, spec: Any) -> tuple[list[re.Pattern[str]], str]:
     kind = str(spec.get("partition_type", "column")).lower()
     if kind not in ("row", "column", "skip"):
         raise ConfigError(f"{where}.partition_type: {kind!r}; expected row, column or skip")
-    if spec.get("shape") is not None:
-        raise ConfigError(
-            f"{where}.shape: packed weights are cut by the styles packed_colwise and packed_rowwise of plan"
-        )
+    style = {"row": "rowwise", "column": "colwise"}.get(kind, kind)
+    if spec.get("shape") is not None and kind != "skip":
+        style = f"packed_{style}:{_packing(spec['shape'], where)}"
     patterns = [spec["patterns"]] if isinstance(spec["patterns"], str) else list(spec["patterns"])
-    return [re.compile(pattern) for pattern in patterns], {"row": "rowwise", "column": "colwise"}.get(kind, kind)
+    return [re.compile(pattern) for pattern in patterns], style
+
+
+def _packing(shape: Any, where: str) -> str:
+    """Return the blocks that DeepSpeed's `shape` names: a number of them, or their sizes, along the dimension cut."""
+    for size in shape if isinstance(shape, list | tuple) else ():
+        if isinstance(size, list | tuple) and size and all(isinstance(one, int) and one > 0 for one in size):
+            return ",".join(map(str, size))
+        if isinstance(size, int) and size > 1:
+            return str(size)
+    raise ConfigError(f"{where}.shape: {shape!r}; expected a number of blocks, [3, -1], or sizes, [[8, 4, 4], -1]")

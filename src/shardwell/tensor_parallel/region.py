@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import weakref
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from shardwell.errors import ShardwellError
-from shardwell.parallel.tensor_axis import TensorAxis
+from shardwell.parallel.model_axis import ModelAxis
+from shardwell.runtime.randomness import RegionRandomness
 from shardwell.tensor_parallel import functions
-from shardwell.tensor_parallel.randomness import RegionRandomness
 
 SEQUENCE_DIM = 1  # of hidden states: batch, sequence, width
 
@@ -21,18 +23,21 @@ class CutRegion:
     output.
     """
 
-    def __init__(self, axis: TensorAxis, *, splits_sequences: bool, draws: bool, is_gathered: bool = False) -> None:
+    def __init__(self, axis: ModelAxis, *, splits_sequences: bool, draws: bool, is_gathered: bool = False) -> None:
         """`draws`: random numbers (dropout) are drawn in some such regions.
 
         `is_gathered`: the module around the layers all-gathers the sequences.
         """
-        self._axis: TensorAxis | None = axis
+        self._axis: ModelAxis | None = axis
         self.splits_sequences, self._is_gathered = splits_sequences, is_gathered
         self.randomness = RegionRandomness(axis.rank) if draws else None
-        self._last: tuple[Tensor, Tensor] | None = None  # an input, and what layers got, until the region ends
+        # An input, and what layers got of it, until the region ends, or the input is gone: a recomputation that has all
+        # it needs stops before the end, and its graph must not stay.
+        self._input: weakref.ref[Tensor] | None = None
+        self._found: Tensor | None = None
 
     @property
-    def axis(self) -> TensorAxis:
+    def axis(self) -> ModelAxis:
         """The ranks that hold the other parts."""
         if self._axis is None:
             raise ShardwellError(
@@ -42,7 +47,8 @@ class CutRegion:
 
     def close(self) -> None:
         """Forget the axis, whose process groups end."""
-        self._axis, self._last = None, None
+        self._axis = None
+        self._forget()
 
     def begin(self, values: Tensor, name: str, *, ends: bool) -> Tensor:
         """Return the input of a layer that is cut by columns.
@@ -60,21 +66,27 @@ class CutRegion:
                 found = functions.enter(values, self.axis, f"TENSOR {name}")
             else:
                 found = values
-            self._last = (values, found) if ends else None
+            self._forget()
+            if ends and found is not values:
+                self._input, self._found = weakref.ref(values, self._forget), found
         if ends and self.randomness is not None and not self.splits_sequences:
             self.randomness.begin(values.device)
         return found
 
     def _entered(self, values: Tensor) -> Tensor | None:
         """Return what the last layer got if it had the same input, under the same mode of autograd."""
-        if self._last is None or self._last[0] is not values:
+        found = self._found
+        if found is None or self._input is None or self._input() is not values:
             return None
-        found = self._last[1]
         return found if found.requires_grad == (values.requires_grad and torch.is_grad_enabled()) else None
+
+    def _forget(self, gone: weakref.ref[Tensor] | None = None) -> None:
+        if gone is None or gone is self._input:
+            self._input = self._found = None
 
     def end(self, values: Tensor, name: str) -> Tensor:
         """Return the sum over the ranks of the output of a layer that is cut by rows."""
-        self._last = None
+        self._forget()
         if self.splits_sequences:
             return functions.scatter(values, self.axis, SEQUENCE_DIM, f"TENSOR {name}", sums=True)
         if self.randomness is not None:

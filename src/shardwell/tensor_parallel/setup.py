@@ -10,18 +10,18 @@ import torch
 from torch import nn
 
 from shardwell.errors import ConfigError, ShardwellError
-from shardwell.parallel import MeshRoles
-from shardwell.parallel.tensor_axis import TensorAxis
+from shardwell.parallel import MeshRoles, TrafficKind
+from shardwell.parallel.model_axis import ModelAxis
+from shardwell.runtime.randomness import align_randomness, draws_in
 from shardwell.sharding.tensor_part import check_parts, is_marked, mark_part, part_of, read_megatron_marks
+from shardwell.sharding.whole_tensor import whole_of
 from shardwell.sharding.wrap import repeated_blocks
 from shardwell.tensor_parallel import layers
 from shardwell.tensor_parallel.cut import Cutter
 from shardwell.tensor_parallel.inputs import InputCheck
 from shardwell.tensor_parallel.plan import plan_of
-from shardwell.tensor_parallel.randomness import align_randomness, draws_in
 from shardwell.tensor_parallel.region import CutRegion
 from shardwell.tensor_parallel.sequence import gather_before, split_sequences
-from shardwell.tensor_parallel.whole import whole_of
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class CutModel:
 def cut_model(model: nn.Module, roles: MeshRoles, asked: PlanRequest) -> CutModel:
     """Cut a model over the tensor axis, unless its parameters say that they are parts. All ranks must call it."""
     assert roles.tensor is not None
-    axis = TensorAxis(roles.tensor)
+    axis = ModelAxis(roles.tensor, TrafficKind.TENSOR)
     align_randomness(roles.tensor)
     draws = draws_in(model)
     outside = CutRegion(axis, splits_sequences=False, draws=draws)

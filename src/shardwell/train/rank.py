@@ -19,12 +19,12 @@ import torch.distributed as dist
 
 import shardwell
 from shardwell.config import load
-from shardwell.memory.device import default_device
+from shardwell.memory.local_gpus import default_device
 from shardwell.parallel import start_process_group
 from shardwell.train import models
 from shardwell.train.export import export
 from shardwell.train.memory_choice import choose
-from shardwell.train.recipe import Recipe, read_recipe
+from shardwell.train.recipe import Recipe, check_same_run, keep_recipe, read_recipe
 from shardwell.train.rows import IGNORED, Rows, opened, prepare
 
 _GATHERED = 1 << 31  # bytes of a model that is unsharded as a whole to write a sample
@@ -36,9 +36,12 @@ def train(recipe: Recipe) -> dict[str, Any]:
     start_process_group(device)
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
     output = Path(recipe.output)
+    check_same_run(recipe, output)
     tokenizer = models.make_tokenizer(recipe)
     rows, held_out = (_rows(paths, recipe, tokenizer, output, rank) for paths in (recipe.data, recipe.eval_data))
-    assert rows is not None
+    assert rows is not None  # all ranks have met since they read the recipe of an earlier run
+    if rank == 0:
+        keep_recipe(recipe, output)
     steps = _num_steps(recipe, len(rows), num_ranks)
     is_narrow = recipe.precision == "bf16" or (recipe.precision == "auto" and device.type == "cuda")
     config, recomputes = _config(recipe, tokenizer, steps, num_ranks, torch.bfloat16 if is_narrow else None, rank)

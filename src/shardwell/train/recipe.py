@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -99,6 +100,37 @@ class Recipe(RecipeBlock):
     def to_dict(self) -> dict[str, Any]:
         """Return all options as plain values, by the names that a file has."""
         return self.model_dump(by_alias=True)
+
+
+_WHAT_IS_TRAINED = ("model", "new_model", "tokenizer", "method", "lora")
+
+
+def check_same_run(recipe: Recipe, output: Path) -> None:
+    """Raise if a folder has the run of another model or method: its checkpoints would not fit."""
+    place = output / "recipe.json"
+    if not recipe.resume or not place.is_file():
+        return
+    try:
+        before, now = json.loads(place.read_text(encoding="utf-8")), recipe.to_dict()
+        differing = [name for name in _WHAT_IS_TRAINED if _place(before.get(name)) != _place(now[name])]
+    except (ValueError, AttributeError):
+        raise ConfigError(f"{place}: is not the recipe of a run; choose another --output") from None
+    if differing:
+        raise ConfigError(
+            f"--output {output}: has a run with another {' and '.join(differing)}; choose another folder, or delete it "
+            "to begin anew"
+        )
+
+
+def _place(value: object) -> object:
+    """Return what a path leads to, however it is written; other values as they are."""
+    return os.path.abspath(value) if isinstance(value, str) else value
+
+
+def keep_recipe(recipe: Recipe, output: Path) -> None:
+    """Write the recipe of a run into its folder."""
+    output.mkdir(parents=True, exist_ok=True)
+    (output / "recipe.json").write_text(json.dumps(recipe.to_dict(), indent=1), encoding="utf-8")
 
 
 def read_recipe(path: str | None, given: Mapping[str, Any]) -> Recipe:

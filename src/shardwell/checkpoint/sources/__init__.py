@@ -76,11 +76,20 @@ def locate_own(path: str | os.PathLike[str], tag: str | None = None) -> tuple[Fo
     folder = Folder(path)
     if not path.is_dir() or not folder.has_any():
         return None
-    if tag is not None and not folder.is_committed(tag) and _is_tag_of_deepspeed(path, tag):
+    named = tag if tag is not None else _named(folder)
+    if named is not None and not folder.is_committed(named) and _is_tag_of_deepspeed(path, named):
         return None  # converted checkpoints may be beside their origin
     chosen = tag or folder.latest()
     assert chosen is not None
     return folder, chosen
+
+
+def _named(folder: Folder) -> str | None:
+    """Return the tag that `latest` names; None also if it cannot be read, of which `Folder.latest` tells."""
+    try:
+        return folder.named()
+    except CheckpointError:
+        return None
 
 
 def is_foreign(path: str | os.PathLike[str], tag: str | None = None) -> bool:

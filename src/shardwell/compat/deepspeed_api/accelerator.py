@@ -1,7 +1,7 @@
 """`get_accelerator()`: DeepSpeed's name for what differs between devices, on torch's own functions.
 
 There are two accelerators, `cpu` and `cuda`. The choice is the one that the engine makes: SHARDWELL_DEVICE, else a GPU
-if there is one. This module is, beside `memory/device.py`, the only one that names `torch.cuda`.
+if there is one. This module is, beside those of `memory/`, the only one that names `torch.cuda`.
 """
 
 from __future__ import annotations

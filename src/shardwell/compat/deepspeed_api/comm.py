@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from shardwell.compat.deepspeed_api.accelerator import get_accelerator
 from shardwell.errors import ShardwellError
-from shardwell.memory.device import default_device
+from shardwell.memory.local_gpus import default_device
 from shardwell.parallel import start_process_group
 
 if TYPE_CHECKING:

@@ -85,7 +85,7 @@ _PIPELINE: dict[str, Any] = {
 _DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
-DeepSpeedConfigError = ConfigError  # an error about a configuration, whoever finds it
+DeepSpeedConfigError = ConfigError  # an error about a configuration
 
 
 class BatchSizeError(ConfigError, AssertionError):
@@ -144,6 +144,11 @@ class DeepSpeedConfig:
             raise ConfigError(f'gradient_allreduce_op: expected "mean" or "sum", found {self.gradient_allreduce_op!r}')
 
     def _read_zero_and_precision(self, given: dict[str, Any]) -> None:
+        if (given.get("zero_optimization") or {}).get("stage") == "auto":
+            raise ConfigError(
+                'zero_optimization.stage "auto" is chosen by initialize, so a DeepSpeedConfig has none: write a '
+                "number, or ask engine.zero_optimization_stage()"
+            )
         self.zero_config = models.get_zero_config(given)
         self.zero_optimization_stage = int(self.zero_config.stage)
         self.zero_enabled = self.zero_optimization_stage > 0

@@ -57,8 +57,8 @@ def for_engine(user: Any, *, optimizer: Any = None, lr_scheduler: Any = None) ->
     block = read_as.pop("scheduler", None)
     if block and lr_scheduler is None and (optimizer is not None or read_as.get("optimizer")):
         lr_scheduler = schedule_of(block)
-    if isinstance(dtypes := read_as.get("data_types"), Mapping):
-        read_as["data_types"] = _without_casts(dtypes, dtype_of_model(read_as))
+    if isinstance(dtypes := read_as.get("data_types") or {}, Mapping):
+        read_as["data_types"] = _dtypes(dtypes, dtype_of_model(read_as))
     if isinstance(rule := read_as.get("optimizer"), Mapping):
         read_as["optimizer"] = _known_of_optimizer(rule)
     if isinstance(zero := read_as.get("zero_optimization"), Mapping):
@@ -83,11 +83,17 @@ def _known_of_optimizer(block: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in block.items() if key in ("type", "params", "legacy_fusion")}
 
 
-def _without_casts(dtypes: Mapping[str, Any], dtype: torch.dtype | None) -> dict[str, Any]:
-    """Return the block without dtypes of parameters and buffers that are cast so anyway."""
+def _dtypes(dtypes: Mapping[str, Any], dtype: torch.dtype | None) -> dict[str, Any]:
+    """Return the block without dtypes of parameters and buffers that are cast so anyway.
+
+    Micro-steps add up in the dtype of the model, as in DeepSpeed, unless the block names another.
+    """
     names = [key for key, value in _HALF.items() if value is dtype]
     keys = ("param_dtype", "buffer_dtype")
-    return {key: value for key, value in dtypes.items() if key not in keys or value not in names}
+    found = {key: value for key, value in dtypes.items() if key not in keys or value not in names}
+    if names and found.get("grad_accum_dtype") is None:
+        found["grad_accum_dtype"] = names[0]
+    return found
 
 
 def dtype_of_model(config: Any) -> torch.dtype | None:

@@ -113,6 +113,8 @@ class DeepSpeedEngine(ConfigGetters, EngineFiles, StateMoves, Engine):
         finally:
             self.lr_scheduler = schedule
         self._has_stepped = self.global_steps > before
+        if self._has_stepped and self.monitor is not None:
+            self.monitor.write_steps()  # scripts read the files while they train
         if lr_kwargs and schedule is not None and self.was_step_applied():
             schedule.step(**lr_kwargs)
 
@@ -130,7 +132,7 @@ class DeepSpeedEngine(ConfigGetters, EngineFiles, StateMoves, Engine):
 
     def step_now(self) -> None:
         """Apply the gradients because the user's own optimizer was stepped; a boundary that was set stays set."""
-        kept = self._user_boundary
+        kept, self._user_boundary = self._user_boundary, None
         try:
             super().step_now()
         finally:
@@ -144,6 +146,7 @@ class DeepSpeedEngine(ConfigGetters, EngineFiles, StateMoves, Engine):
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
         """Set whether each `step` applies the gradients, until this is called again."""
+        self._check_managed("set_gradient_accumulation_boundary()")
         self._user_boundary = is_boundary
         super().set_gradient_accumulation_boundary(is_boundary)
 
@@ -166,8 +169,15 @@ class DeepSpeedEngine(ConfigGetters, EngineFiles, StateMoves, Engine):
     @contextlib.contextmanager
     def coalesce_grad_reduction(self) -> Iterator[None]:
         """Hold the gradients of several backwards back, and average them together at the next step."""
+        self._check_managed("coalesce_grad_reduction")
         with self.no_sync():
             yield
+
+    def _check_managed(self, name: str) -> None:
+        if not self.settings.managed_gradient_accumulation:
+            raise _UsageError(
+                f"{name} is not supported with managed_gradient_accumulation=False: every step() is a boundary there"
+            )
 
     def get_batch_info(self) -> tuple[int, int, int]:
         """Return the batch size of a step, that of a micro-batch on one rank, and the accumulation steps."""
@@ -213,7 +223,7 @@ class DeepSpeedEngine(ConfigGetters, EngineFiles, StateMoves, Engine):
     @property
     def dp_world_size(self) -> int:
         """The number of ranks that gradients are averaged over."""
-        return self._context.roles.data.rank_group.size
+        return self._context.roles.averaged.rank_group.size
 
     @property
     def mp_world_size(self) -> int:
@@ -224,7 +234,7 @@ class DeepSpeedEngine(ConfigGetters, EngineFiles, StateMoves, Engine):
     def data_parallel_group(self) -> Any:
         """The process group of the ranks that gradients are averaged over; None if the engine made it itself."""
         if self._context.roles.grid.has_model_axes:
-            return self._context.roles.data.rank_group.group
+            return self._context.roles.averaged.rank_group.group
         return torch.distributed.group.WORLD if torch.distributed.is_initialized() else None
 
     @property

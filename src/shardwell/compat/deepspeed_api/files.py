@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DistributedSampler
 
+from shardwell.checkpoint.sources.universal import latest_universal
 from shardwell.compat.deepspeed_api import checkpoint_names as names
 from shardwell.compat.deepspeed_api.data import DeepSpeedDataLoader
 from shardwell.compat.deepspeed_api.module_moves import returned_to
@@ -80,6 +81,8 @@ class EngineFiles(_Base):
                 "load_checkpoint(custom_load_fn=...) is not supported: each rank reads only its own shards. Load with "
                 "load_module_strict=False, and change weights afterwards inside zero.GatheredParameters."
             )
+        if tag is None and self.load_universal_checkpoint():
+            tag = latest_universal(load_dir)  # None if nothing was converted: the latest checkpoint is loaded then
         return super().load_checkpoint(
             load_dir,
             tag,

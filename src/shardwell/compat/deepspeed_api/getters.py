@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch.utils.data
+
 _ZERO = "zero_optimization."
 
 # name of the getter: key of the configuration, and DeepSpeed's default where the key has no effect here
@@ -71,6 +73,10 @@ GETTERS: dict[str, tuple[str, Any]] = {
     "zero_quantized_weights": (f"{_ZERO}zero_quantized_weights", False),
     "zero_quantized_nontrainable_weights": (f"{_ZERO}zero_quantized_nontrainable_weights", False),
     "zero_quantized_gradients": (f"{_ZERO}zero_quantized_gradients", False),
+    "flops_profiler_recompute_fwd_factor": ("flops_profiler.recompute_fwd_factor", 0.0),
+    "cpuadam_cores_perc": (f"{_ZERO}offload_optimizer.cpuadam_cores_perc", 0.9),
+    "swap_tensor_config": ("aio", None),
+    "tensor_parallel_config": ("tensor_parallel", None),
     "initial_dynamic_scale": ("fp16.initial_scale_power", 16),
 }
 # Features that shardwell does not have: their getters say that they are off.
@@ -82,7 +88,7 @@ OFF: dict[str, Any] = {
     ),
     "checkpoint_serialization_enabled": False,
     "autotp_size": 0,
-    "compile_autosp": False,
+    **dict.fromkeys(("compile_autosp", "compile_autotp"), False),
     "get_sequence_parallel_group": None,
 }
 
@@ -119,6 +125,24 @@ def constant(name: str, value: Any) -> Callable[[Any], Any]:
 
 class ConfigGetters:
     """The getters of the tables above, as methods."""
+
+    def checkpoint_tag_validation_enabled(self) -> bool:
+        """Return whether the tags of the ranks are compared, by the configuration; they always are."""
+        return str(read(self, "checkpoint.tag_validation", "warn")).lower() != "ignore"
+
+    def checkpoint_tag_validation_fail(self) -> bool:
+        """Return whether different tags are an error, by the configuration; they always are."""
+        return str(read(self, "checkpoint.tag_validation", "warn")).lower() == "fail"
+
+    @staticmethod
+    def is_map_style_dataset(obj: Any) -> bool:
+        """Return whether samples of a data set are found by their number."""
+        return hasattr(obj, "__getitem__") and hasattr(obj, "__len__")
+
+    @staticmethod
+    def is_iterable_style_dataset(obj: Any) -> bool:
+        """Return whether a data set is a stream."""
+        return isinstance(obj, torch.utils.data.IterableDataset)
 
 
 for _name, (_key, _default) in GETTERS.items():

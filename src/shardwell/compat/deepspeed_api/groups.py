@@ -25,7 +25,7 @@ def initialize(ep_size: int = 1, mpu: Any = None) -> None:
 
 
 def _no_experts(asked: str) -> ShardwellError:
-    return ShardwellError(f"{asked}: expert parallelism is not supported yet; use an ep_size of 1")
+    return ShardwellError(f"{asked}: expert parallelism is the key shardwell.expert_parallel_size; use 1 here")
 
 
 def __getattr__(name: str) -> Any:

@@ -60,6 +60,25 @@ class TableLoader(Loader):
             names.fill(module)
 
 
+# What `python -m` runs of DeepSpeed's modules: the arguments of Python that do the same.
+PROGRAMS = {
+    "deepspeed.checkpoint.ds_to_universal": ("-m", "shardwell.compat.deepspeed_api.universal"),
+    "deepspeed.utils.zero_to_fp32": ("-m", "shardwell", "checkpoint", "zero-to-fp32"),
+    "deepspeed.launcher.runner": ("-m", "shardwell.compat.deepspeed", "--launch"),
+    "deepspeed": ("-m", "shardwell.compat.deepspeed", "--launch"),
+}
+
+
+class ProgramLoader(Loader):
+    """The `__main__` of a module of DeepSpeed's that is a program: the process becomes shardwell's command for it."""
+
+    def get_code(self, fullname: str) -> Any:
+        """Return what `python -m` runs."""
+        name = fullname.removesuffix(".__main__")
+        start = f"os.execv(sys.executable, [sys.executable, *{PROGRAMS[name]!r}, *sys.argv[1:]])"
+        return compile(f"import os, sys\n{start}", f"<{name}>", "exec")
+
+
 class DeepSpeedFinder(DistributionFinder):
     """Finds modules called `deepspeed...`, and the distribution of that name."""
 
@@ -71,6 +90,8 @@ class DeepSpeedFinder(DistributionFinder):
             return _followed(self, fullname, path, backend.WATCHED[fullname])
         if fullname != "deepspeed" and not fullname.startswith("deepspeed."):
             return None
+        if fullname.removesuffix(".__main__") in PROGRAMS and fullname.endswith(".__main__"):
+            return ModuleSpec(fullname, ProgramLoader(), origin=f"shardwell {__version__}")
         if not names.has_module(fullname):
             return None
         spec = ModuleSpec(fullname, TableLoader(), origin=f"shardwell {__version__}", is_package=True)

@@ -41,13 +41,12 @@ def initialize(
     """Return `(engine, optimizer, training_dataloader, lr_scheduler)` as DeepSpeed does.
 
     The arguments are DeepSpeed's. Objects that are passed have precedence over the configuration. `mpu` says which
-    ranks share tensors; `mesh_param` may describe data parallelism only.
+    ranks share tensors or sequences; `mesh_param` has the number of data-parallel ranks, and of those that share rows.
     """
     if model is None:
         raise ArgumentError("deepspeed.initialize needs a model")
     source = _configuration(args, config, config_params)
     user = configuration.as_dictionary(source)
-    _check_mesh(mesh_param, user)
     if isinstance(lr_scheduler, LRScheduler) and not isinstance(optimizer, Optimizer):
         raise ArgumentError(
             f"lr_scheduler is a {type(lr_scheduler).__name__} over an optimizer that is not passed: it would change "
@@ -57,6 +56,7 @@ def initialize(
     from shardwell.compat.deepspeed_api.config_reading import dtype_of_model, for_engine
 
     comm.init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
+    mpu = _shared_sequences(mesh_param, user) if mpu is None else mpu
     read_as, schedule = for_engine(user, optimizer=optimizer, lr_scheduler=lr_scheduler)
     _check_tested(optimizer, user)
     _round_parameters(model, dtype_of_model(read_as))
@@ -123,13 +123,21 @@ def _configuration(args: Any, config: Any, config_params: Any) -> Any:
     return found
 
 
-def _check_mesh(mesh_param: Any, config: Any) -> None:
-    """Refuse a mesh in which ranks share sequences."""
-    sizes = mesh_param
-    if not sizes and isinstance(config, dict) and "data_parallel_size" in config:
-        sizes = config["data_parallel_size"], config.get("sequence_parallel_size", 1)
-    if sizes and len(sizes) > 1 and sizes[1] not in (1, None):
+def _shared_sequences(mesh_param: Any, config: Any) -> Any:
+    """Return an `mpu` of ranks that share sequences if DeepSpeed's mesh or the configuration asks for it, else None."""
+    given = config if isinstance(config, dict) else {}
+    asked = given.get("sequence_parallel_size", 1)
+    data, size = (given.get("data_parallel_size"), asked) if not mesh_param else (*mesh_param, 1)[:2]
+    others = given.get("tensor_parallel") or given.get("pipeline")
+    if not isinstance(size, int) or size <= 1 or others:
+        return None
+    from shardwell.compat.deepspeed_api import comm, groups
+    from shardwell.compat.deepspeed_api.sequence import SequenceUnit
+
+    if data not in (None, comm.get_world_size() // size) or comm.get_world_size() % size:
         raise ConfigError(
-            f"mesh_param {tuple(sizes)}: there is no sequence parallelism, so the second number must be 1; every rank "
-            "trains on data of its own"
+            f"mesh_param: {data} data-parallel ranks x {size} that share sequences are not the {comm.get_world_size()} "
+            "rank(s) of this job"
         )
+    groups.mpu = SequenceUnit(size)
+    return groups.mpu

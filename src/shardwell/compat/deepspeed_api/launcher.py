@@ -21,11 +21,11 @@ DEFAULT_HOSTFILE = "/job/hostfile"
 _SLOTS = re.compile(r"^(?P<host>\S+)\s+slots=(?P<slots>\d+)\s*$")
 
 _REFUSED = {
-    "launcher": "ranks on other nodes are started by your cluster: run `shardwell run` once on each node",
+    "launcher": "`shardwell run --hostfile FILE` starts other nodes over ssh; or run `shardwell run` once on each node",
     "launcher_args": "there is no launcher to pass arguments to",
     "autotuning": "there is no autotuner",
     "elastic_training": "`shardwell run --nnodes MIN:MAX` goes on with fewer nodes, --min-ranks with fewer ranks",
-    "ssh_port": "no node is reached over ssh: run the command once on each node",
+    "ssh_port": "`shardwell run --hostfile FILE --ssh 'ssh -p PORT'` starts other nodes over ssh",
     "venv_script": "activate the environment before this command, on each node",
 }
 

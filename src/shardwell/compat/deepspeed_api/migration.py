@@ -13,10 +13,10 @@ from collections.abc import Iterator
 from typing import Any
 
 from shardwell.compat.deepspeed_api.key_names import FEATURES_OF_DEEPSPEED, KEYS_OF_DEEPSPEED, VERSION
-from shardwell.config.block import ConfigBlock
+from shardwell.config.block import ConfigBlock, block_of
 from shardwell.config.deepspeed_keys import KEYS, Inert, Limited, Renamed, Switch, Unsupported
 from shardwell.config.problems import show
-from shardwell.config.schema import Config, block_of
+from shardwell.config.schema import Config
 from shardwell.errors import ShardwellError
 from shardwell.version import __version__
 

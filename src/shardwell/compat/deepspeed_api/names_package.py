@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from shardwell.compat.deepspeed_api.names_refused import INFERENCE, KERNELS, MODEL_PARALLEL, MOE, PIPELINE
+from shardwell.compat.deepspeed_api.names_refused import INFERENCE, KERNELS, MODEL_PARALLEL, MOE, PIPELINE, SEQUENCE
 from shardwell.compat.deepspeed_api.names_runtime import FRAGMENT_INSIDES, FRAGMENT_MODULE, FRAGMENTS, PIPE_NAMES
 from shardwell.compat.deepspeed_api.rows import Constant, Row, SameModule, Supported, everything, refused, supported
 
@@ -179,6 +179,11 @@ MODULES: dict[str, dict[str, Row]] = {
         "PDSH_MAX_FAN_OUT": Constant(1024),
     },
     "deepspeed.pipe": {**PIPE_NAMES, **refused(PIPELINE, "DualPipeVModule")},
+    "deepspeed.sequence": {},
+    "deepspeed.sequence.layer": {
+        **supported("sequence", "DistributedAttention"),
+        **refused(SEQUENCE, "_SeqAllToAll", "single_all_to_all"),
+    },
     "deepspeed.moe": {},
     "deepspeed.moe.layer": refused(MOE, "MoE"),
     "deepspeed.moe.utils": {

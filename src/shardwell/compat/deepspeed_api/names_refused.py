@@ -7,8 +7,12 @@ from __future__ import annotations
 
 INFERENCE = "shardwell trains; serve the exported model (`shardwell checkpoint export`) with an inference server"
 PIPELINE = 'the schedules of pipelines are "pipeline": {"schedule": ...}: gpipe, 1f1b, interleaved and zb-h1'
-MOE = "there is no expert parallelism; experts that are modules of the model are sharded as others are"
-MODEL_PARALLEL = "there is no tensor or sequence parallelism; stage 3 shards the parameters over all ranks"
+MOE = 'experts of the model are shared by ranks with "shardwell": {"expert_parallel_size": N}; use its own layers'
+MODEL_PARALLEL = "tensor parallelism is the block tensor_parallel of the configuration; layers are not replaced by hand"
+SEQUENCE = (
+    "sequence parallelism is sequence_parallel_size in the configuration, with DistributedAttention or Transformers"
+)
+TILED = "shardwell.zero.TiledLinear computes in tiles; the loss over parts is shardwell.sequence_parallel.cross_entropy"
 KERNELS = "there are no fused layers; use the model's own, and engine.compile() for speed"
 ONE_OPTIMIZER = "one optimizer serves all stages and precisions; it is engine.optimizer"
 _COMPRESSION = "there is no compression of models during training"
@@ -22,9 +26,9 @@ WHOLE_MODULES: dict[str, str] = {
     "deepspeed.model_implementations": INFERENCE,
     "deepspeed.module_inject": MODEL_PARALLEL,
     "deepspeed.runtime.tensor_parallel": MODEL_PARALLEL,
-    "deepspeed.runtime.sequence_parallel": MODEL_PARALLEL,
+    "deepspeed.runtime.sequence_parallel": SEQUENCE,
     "deepspeed.runtime.domino": MODEL_PARALLEL,
-    "deepspeed.sequence": MODEL_PARALLEL,
+    "deepspeed.sequence": SEQUENCE,
     "deepspeed.runtime.pipe": PIPELINE,
     "deepspeed.pipe": PIPELINE,
     "deepspeed.moe": MOE,

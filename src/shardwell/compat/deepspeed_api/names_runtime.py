@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 from shardwell.compat.deepspeed_api.config_functions import READERS
-from shardwell.compat.deepspeed_api.names_refused import MODEL_PARALLEL, ONE_OPTIMIZER
+from shardwell.compat.deepspeed_api.names_refused import MODEL_PARALLEL, ONE_OPTIMIZER, TILED
 from shardwell.compat.deepspeed_api.rows import Constant, Row, Supported, everything, refused, supported
 
 PIPE_NAMES: dict[str, Row] = {
     name: Supported(f"shardwell.pipeline:{name}") for name in ("PipelineModule", "LayerSpec", "TiedLayerSpec")
 }
 
-_ESTIMATES = supported(
-    "estimates",
-    *(
+_ESTIMATES = {
+    name: Supported(f"shardwell.plan:{name}")
+    for name in (
         f"estimate_zero{stage}_model_states_mem_needs{kind}"
         for stage in (2, 3)
         for kind in ("", "_all_live", "_all_cold")
-    ),
-)
+    )
+}
 _MICS = "a DeviceMesh of two dimensions shards over a part of the ranks: shardwell.initialize(mesh=...)"
 _INIT_INSIDES = "zero.Init needs no replaced constructors here"
 _PARTITION = {
@@ -167,6 +167,17 @@ MODULES: dict[str, dict[str, Row]] = {
     "deepspeed.runtime.activation_checkpointing": {},
     "deepspeed.runtime.activation_checkpointing.checkpointing": _CHECKPOINTING,
     "deepspeed.runtime.tensor_parallel": refused(MODEL_PARALLEL, "TpTrainingManager", "TPTrainingConfig", "TPConfig"),
+    "deepspeed.runtime.sequence_parallel": {},
+    "deepspeed.runtime.sequence_parallel.ulysses_sp": {
+        **supported("sequence", "UlyssesSPAttentionHF", "UlyssesSPDataLoaderAdapter"),
+        **refused(TILED, *("sequence_tiled_compute", "SequenceTiledCompute", "TiledMLP", "TiledFusedLogitsLoss")),
+    },
+    "deepspeed.runtime.sequence_parallel.parallel_state_sp": supported(
+        "sequence_groups",
+        *("initialize_sequence_parallel", "get_sequence_parallel_group", "get_sequence_parallel_world_size"),
+        *("get_sequence_parallel_rank", "get_sequence_data_parallel_group", "get_sequence_data_parallel_world_size"),
+        *("get_sequence_data_parallel_rank", "get_data_parallel_world_size", "get_data_parallel_rank"),
+    ),
     "deepspeed.runtime.compiler": supported("modules", "is_compile_supported"),
     "deepspeed.runtime.pipe": {**PIPE_NAMES, "ProcessTopology": Supported("topology:ProcessTopology")},
     "deepspeed.runtime.pipe.module": PIPE_NAMES,

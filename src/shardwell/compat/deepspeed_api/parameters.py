@@ -65,6 +65,31 @@ class LiveStatus:
         return self.now
 
 
+def status_of_others() -> property:
+    """Return `ds_status` for tensors that are no parameters: what they hold is here.
+
+    A custom autograd function that saved a parameter gets it back in its backward as another tensor, without the
+    attributes of the parameter, wherever saved-tensor hooks are on; TRL asks that tensor for its status. It is the one
+    attribute that the layer adds to `torch.Tensor`, and what a parameter was given has precedence. It is a property
+    because torch (`torch.compile`, `torch.overrides`) walks through all names of the class and knows those.
+    """
+
+    def get(tensor: Tensor) -> Any:
+        own = tensor.__dict__.get("ds_status")
+        if own is None and isinstance(tensor, nn.Parameter):
+            raise AttributeError("ds_status: this parameter is not partitioned")
+        return ZeroParamStatus.AVAILABLE if own is None else own
+
+    def put(tensor: Tensor, status: Any) -> None:
+        tensor.__dict__["ds_status"] = status
+
+    def remove(tensor: Tensor) -> None:
+        if tensor.__dict__.pop("ds_status", None) is None:
+            raise AttributeError("ds_status: this tensor was given none")
+
+    return property(get, put, remove)
+
+
 class LocalPart:
     """This rank's part of a parameter, as `ds_tensor`: each use reads the shard, and `data = ...` writes to it.
 
@@ -190,6 +215,8 @@ def is_zero_param(parameter: Any) -> bool:
 
 def label(parameters: Iterable[nn.Parameter], num_ranks: int, persistent: Iterable[nn.Parameter] = ()) -> None:
     """Give parameters DeepSpeed's attributes; those that have an id keep it, and those without elements get none."""
+    if "ds_status" not in Tensor.__dict__:
+        Tensor.ds_status = status_of_others()  # type: ignore[attr-defined]
     kept = {id(parameter) for parameter in persistent}
     for parameter in (one for one in parameters if one.numel()):
         handle = _Partition(parameter, num_ranks)

@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from shardwell.compat.deepspeed_api.logging import print_dist
+
 
 def _wait_for_device() -> None:
     if torch.accelerator.is_available():
@@ -67,6 +69,23 @@ class SynchronizedWallClockTimer:
         """Return whether there is a timer of this name."""
         return name in self.timers
 
+    def get_timers(self) -> dict[str, _Timer]:
+        """Return the timers by name."""
+        return self.timers
+
+    def log(
+        self,
+        names: Sequence[str],
+        normalizer: float = 1.0,
+        reset: bool = True,
+        memory_breakdown: bool = False,
+        ranks: list[int] | None = None,
+    ) -> None:
+        """Print the milliseconds of these timers, divided by `normalizer`, on some ranks; by default on rank 0."""
+        known = [name for name in names if name in self.timers]
+        times = [f" | {name}: {self.timers[name].elapsed(reset=reset) / normalizer:.2f}" for name in known]
+        print_dist("time (ms)" + "".join(times), ranks=ranks or [0])
+
     def get_mean(self, names: list[str], normalizer: float = 1.0, reset: bool = True) -> dict[str, float]:
         """Return the mean milliseconds of these timers."""
         found = {name: self.timers[name].mean() / normalizer for name in names if name in self.timers}
@@ -97,6 +116,20 @@ class NoopTimer:
     def has_timer(self, name: str) -> bool:
         """Return True."""
         return True
+
+    def get_timers(self) -> dict[str, Any]:
+        """Return no timers."""
+        return {}
+
+    def mean(self) -> float:
+        """Return 0."""
+        return 0.0
+
+    def log(self, names: Sequence[str], *args: Any, **kwargs: Any) -> None:
+        """Do nothing."""
+
+    def get_mean(self, names: Sequence[str], *args: Any, **kwargs: Any) -> None:
+        """Do nothing."""
 
 
 class ThroughputTimer:

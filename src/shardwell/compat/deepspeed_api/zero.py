@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
+import sys
 from collections.abc import Iterator
 from types import TracebackType
 from typing import Any, Self
@@ -48,6 +50,28 @@ __all__ = [
 
 class ZeRORuntimeException(ShardwellError):  # noqa: N818 - DeepSpeed's name
     """DeepSpeed's error of this name, for code that catches it."""
+
+
+def initialize_on_all_ranks() -> None:
+    """Let Transformers remember on all ranks which modules are initialized, not only on rank 0.
+
+    It initializes the modules of a model of `zero.Init` on rank 0, inside `GatheredParameters`, and notes it there. If
+    that model is a part of another one, as in `AutoModelForSequenceClassification.from_config`, the other ranks would
+    initialize its parameters again. That does nothing to the empty tensors of DeepSpeed, but here they would be
+    all-gathered, on all ranks but one.
+    """
+    place: Any = sys.modules.get("transformers.integrations.deepspeed")
+    initialize = getattr(place, "initialize_weights_zero3", None)
+    if initialize is None or hasattr(initialize, "__wrapped__"):
+        return
+
+    @functools.wraps(initialize)
+    def remembering(model: nn.Module) -> None:
+        initialize(model)
+        for module in model.modules():
+            module._is_hf_initialized = True  # type: ignore[assignment]
+
+    place.initialize_weights_zero3 = remembering
 
 
 class Init(shardwell.zero.Init):
@@ -98,6 +122,7 @@ class Init(shardwell.zero.Init):
     def __enter__(self) -> Self:
         super().__enter__()
         if self.is_enabled:
+            initialize_on_all_ranks()
             self._labels.append(register_module_parameter_registration_hook(self._label))
             self._labels.append(register_module_module_registration_hook(self._label_all))
         return self

@@ -1,0 +1,148 @@
+"""Many steps of all-gathers and reductions over two NCCL communicators, with random sizes and delays: none may hang.
+
+    python -m benchmarks.deadlocks [--ranks 2] [--steps 10000] [--limit 110] [--seed 0] [--device cuda]
+
+Each step draws units of random sizes from a seed that all ranks share, and issues what the engine would: one all-gather
+ahead of another, reductions behind, sums and copies between them, through the engine's own transport. Each rank sleeps
+at places of its own, on the host and on the device. A step that all ranks have finished is counted; the program fails
+if the ranks have not ended 30 s after the limit. It stops after the limit and says how many steps were made.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from benchmarks.launch import run_ranks
+from shardwell.memory import Device, MemoryStats, TemporaryBuffers
+from shardwell.parallel import Collectives
+from shardwell.parallel.mesh import world_mesh
+from shardwell.parallel.traffic import TrafficStats
+from shardwell.parallel.transport import Work
+
+STILL = 30.0  # seconds without progress after which a rank has failed
+CHECK_EVERY = 100  # steps between two comparisons of numbers
+SIZES = (8, 1024, 65_536, 1 << 20)  # elements of a unit, up to these
+
+
+class Step:
+    """One step over random units, with the arithmetic that shows whether bytes went to the right place."""
+
+    def __init__(self, comm: Collectives, seed: int) -> None:
+        self.comm, self.shared, self.own = comm, random.Random(seed), random.Random(1000 * seed + dist.get_rank())
+        self.rank, self.size = dist.get_rank(), dist.get_world_size()
+        self.device = comm.device.torch_device
+
+    def __call__(self) -> None:
+        """Issue the collectives of a forward and a backward; raise if a number is wrong."""
+        units = [
+            self.size * self.shared.randint(1, self.shared.choice(SIZES)) for _ in range(self.shared.randint(1, 6))
+        ]
+        dtype = self.shared.choice((torch.float32, torch.bfloat16))
+        pending: list[tuple[torch.Tensor, Work]] = []
+        for numel in units:
+            flat = torch.zeros(numel, dtype=dtype, device=self.device)
+            flat.chunk(self.size)[self.rank].fill_(self.rank + 1.0)
+            pending.append((flat, self.comm.all_gather(flat, None)))
+            self._dally()
+            if len(pending) > 2:
+                self._check_gathered(*pending.pop(0))
+        reductions: list[tuple[torch.Tensor, Work]] = []
+        for place, numel in enumerate(units):
+            if self.shared.random() < 0.5 and pending:
+                self._check_gathered(*pending.pop(0))
+            grads = torch.full((numel,), self.rank + 1.0, dtype=dtype, device=self.device)
+            into = torch.empty(numel // self.size, dtype=dtype, device=self.device)
+            reductions.append((into, self.comm.reduce_scatter(grads, into, 1.0, False, None)))
+            self._dally()
+            if place % 2 or len(reductions) > 2:
+                self._check_reduced(*reductions.pop(0))
+        for flat, work in pending:
+            self._check_gathered(flat, work)
+        for into, work in reductions:
+            self._check_reduced(into, work)
+
+    def _dally(self) -> None:
+        """Wait now and then, on the host or on the device, where no other rank does."""
+        if self.own.random() < 0.05:
+            time.sleep(self.own.random() * 2e-3)
+        if self.device.type == "cuda" and self.own.random() < 0.1:
+            torch.cuda._sleep(int(self.own.random() * 1e6))
+
+    def _check_gathered(self, flat: torch.Tensor, work: Work) -> None:
+        work.wait()
+        self.wrong = getattr(self, "wrong", 0) + sum(
+            (part != rank + 1.0).sum() for rank, part in enumerate(flat.chunk(self.size))
+        )
+
+    def _check_reduced(self, into: torch.Tensor, work: Work) -> None:
+        work.wait()
+        self.wrong = getattr(self, "wrong", 0) + (into != self.size * (self.size + 1) / 2).sum()
+
+
+def worker(spec: dict[str, object]) -> None:
+    """Run the steps on this rank."""
+    on_gpu = spec["device"] == "cuda"
+    device = Device(torch.device("cuda", 0) if on_gpu else torch.device("cpu"), keep_pages=False)
+    if on_gpu:
+        torch.cuda.set_device(0)
+    dist.init_process_group("nccl" if on_gpu else "gloo", device_id=device.torch_device if on_gpu else None)
+    comm = Collectives(world_mesh(device.torch_device), device, TrafficStats(), TemporaryBuffers(device, MemoryStats()))
+    begin = last = time.monotonic()
+    steps, most = 0, int(str(spec["steps"]))
+    step = Step(comm, int(str(spec["seed"])))
+    slowest, keeps_on = 0.0, torch.ones(1, device=device.torch_device)
+    while steps < most and keeps_on.item():
+        for _ in range(min(CHECK_EVERY, most - steps)):
+            step()
+            steps += 1
+        if step.wrong.item():  # the host waits for the device here, and for all ranks below
+            raise SystemExit(f"rank {dist.get_rank()}: {step.wrong.item():.0f} numbers are wrong after {steps} steps")
+        now = time.monotonic()
+        slowest, last = max(slowest, now - last), now
+        keeps_on.fill_(float(now - begin < float(str(spec["limit"]))))
+        dist.all_reduce(keeps_on, dist.ReduceOp.MIN)
+    result = {"steps": steps, "seconds": time.monotonic() - begin, "slowest_of_100": slowest}
+    Path(str(spec["folder"]), f"{dist.get_rank()}.json").write_text(json.dumps(result))
+    comm.close()
+    dist.destroy_process_group()
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Return the options of the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--steps", type=int, default=10_000)
+    parser.add_argument("--limit", type=float, default=110.0, help="seconds after which no more steps begin")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Start the ranks, and print how many steps they made."""
+    args = parse(argv)
+    spec = {"steps": args.steps, "limit": args.limit, "seed": args.seed, "device": args.device}
+    found = run_ranks("benchmarks.deadlocks", spec, args.ranks, args.limit + STILL, args.device)
+    figures = found[0]
+    print(
+        f"{args.ranks} ranks: {figures['steps']} steps in {figures['seconds']:.1f} s without a hang or a wrong number; "
+        f"the slowest {CHECK_EVERY} took {max(one['slowest_of_100'] for one in found):.2f} s"
+    )
+    return 0 if figures["steps"] >= args.steps else 1
+
+
+if __name__ == "__main__":
+    if "RANK" in os.environ and len(sys.argv) == 2 and sys.argv[1].startswith("{"):
+        worker(json.loads(sys.argv[1]))
+        raise SystemExit(0)
+    raise SystemExit(main())

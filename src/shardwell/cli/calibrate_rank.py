@@ -1,0 +1,255 @@
+"""One rank of `shardwell calibrate`: it measures while the others measure the same, and the slowest rank counts.
+
+Every figure is the best of some repeats after a warm-up, within a limit of time: other work on the machine only makes
+it slower. Kernels, transports and queues are those that training uses.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from shardwell import kernels
+from shardwell.memory import Device, MemoryStats, TemporaryBuffers
+from shardwell.memory.local_gpus import default_device
+from shardwell.offload.cores import update_cores
+from shardwell.offload.disk_queue import AioSettings, choose, measure
+from shardwell.parallel.collectives import Collectives
+from shardwell.parallel.mesh import RankGroup, start_process_group
+from shardwell.parallel.traffic import TrafficStats
+from shardwell.plan.calibration import MATMUL
+from shardwell.virtual_time.speeds import MatmulRates
+
+_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+_REPEATS, _LIMIT = 5, 0.8  # of a figure: at most so many repeats, and about so many seconds
+_LONGEST = 0.3  # seconds of one matrix product, beyond which larger ones are not measured
+_ON_GPU, _ON_CPU = 1 << 28, 1 << 24  # elements of fp32 that a pass over memory reads
+_CHAIN = 200  # small operations in a row
+_HEADS, _HEAD_DIM = 8, 64
+_STEPPED = 1 << 22  # elements of an update on the host
+_DISK_BYTES = 256 << 20
+
+
+@dataclass(frozen=True)
+class CalibrationJob:
+    """What the command asks of its ranks."""
+
+    out: str  # the file for the figures, which rank 0 writes
+    path: str | None = None  # a directory on the drive to measure
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+
+class Probe:
+    """The device of this rank, its peers, and a stopwatch."""
+
+    def __init__(self) -> None:
+        where = default_device()
+        start_process_group(where)
+        self.device = Device(where)
+        self.on_gpu = self.device.has_streams
+        has_peers = dist.is_initialized() and dist.get_world_size() > 1
+        self.rank, self.size = (dist.get_rank(), dist.get_world_size()) if has_peers else (0, 1)
+        backend = str(dist.get_backend()) if has_peers else "none"
+        mesh = RankGroup(self.rank, self.size, self.size, backend, local_world_size=self.size)
+        self.comm = Collectives(mesh, self.device, TrafficStats(), TemporaryBuffers(self.device, MemoryStats()))
+
+    def numbers(self, *shape: int, dtype: torch.dtype) -> Tensor:
+        """Return random numbers: hardware is faster with equal ones."""
+        return torch.randn(*shape, device=self.device.torch_device).to(dtype)
+
+    def seconds(self, work: Callable[[], object], *, together: bool = True) -> float:
+        """Return the least seconds that some work took; of all ranks at the same time, those of the slowest."""
+        found: list[float] = []
+        began = time.perf_counter()
+        for repeat in range(_REPEATS + 1):
+            if together and self.size > 1:
+                self.comm.barrier("CALIBRATE")
+            self._finish()
+            begin = time.perf_counter()
+            work()
+            self._finish()
+            if repeat:  # the first warms up
+                found.append(time.perf_counter() - begin)
+            is_late = time.perf_counter() - began > _LIMIT and len(found) > 0
+            if self._slowest(float(is_late)) if together else is_late:
+                break
+        return self._slowest(min(found)) if together else min(found)
+
+    def _finish(self) -> None:
+        if self.on_gpu:
+            torch.cuda.synchronize(self.device.torch_device)
+
+    def _slowest(self, value: float) -> float:
+        return value if self.size == 1 else -self.comm.all_reduce_min(-value, "CALIBRATE")
+
+
+def figures(probe: Probe, path: str | None) -> Iterator[tuple[str, Any, str]]:
+    """Yield the name, the value and the origin of each figure."""
+    beside = f" on each of {probe.size} ranks at once" if probe.size > 1 else ""
+    for name in ("bf16", "fp16", "fp32") if probe.on_gpu else ("bf16", "fp32"):
+        points = _matmul(probe, _DTYPES[name])
+        yield f"{MATMUL}{name}", points, f"products of square matrices and of a layer with {name}{beside}"
+        if name == ("bf16" if probe.on_gpu else "fp32"):
+            share = _attention_share(probe, _DTYPES[name], points)
+            yield "attention_share", share, f"causal attention of {_HEADS} heads of {_HEAD_DIM}, forward{beside}"
+    yield "device_memory", _memory(probe), f"sums of two large tensors{beside}"
+    small = _small_operations(probe)
+    yield "launch_seconds", small, f"{_CHAIN} small products in a row, forward and backward{beside}"
+    if probe.on_gpu:
+        yield "kernel_seconds", _small_kernels(probe), f"{_CHAIN} small kernels in a row{beside}"
+        up, down = _bus(probe)
+        yield "copy_up", up, f"copies from pinned memory beside copies to it{beside}"
+        yield "copy_down", down, f"copies to pinned memory beside copies from it{beside}"
+    rate, threads = _host_update(probe)
+    yield "host_update", rate, f"AdamW over bf16 gradients, {threads} threads{beside}, beside copies if there is a GPU"
+    if path is not None:
+        speed = _disk(probe, Path(path))
+        for name in ("disk_read", "disk_write"):
+            yield name, speed, "reads and writes at the same time, together, bypassing the page cache"
+    if probe.size > 1:
+        latency, rate = _links(probe)
+        yield "inside", rate, f"all-gathers over {probe.size} ranks of this machine: what a rank receives"
+        yield "inside_seconds", latency, f"small all-gathers over {probe.size} ranks of this machine"
+
+
+def _matmul(probe: Probe, dtype: torch.dtype) -> list[tuple[float, float]]:
+    """Return FLOPs and FLOP/s of products, from small ones up: squares, and a layer of a model (tokens x h x 4h)."""
+    points: list[tuple[float, float]] = []
+    for size in (64, 128, 256, 512, 1024, 2048, 4096, 8192):
+        rows, inner, columns = (size, size, size) if size < 512 else (size, size, 2 * size)
+        one, other = probe.numbers(rows, inner, dtype=dtype), probe.numbers(columns, inner, dtype=dtype)
+        count = max(1, int(2e7 // (rows * inner * columns)))
+
+        def multiply(one: Tensor = one, other: Tensor = other, count: int = count) -> None:
+            for _ in range(count):
+                F.linear(one, other)
+
+        seconds = probe.seconds(multiply) / count
+        flops = 2.0 * rows * inner * columns
+        points.append((flops, flops / seconds))
+        if seconds > _LONGEST:
+            break
+    return points
+
+
+def _attention_share(probe: Probe, dtype: torch.dtype, points: list[tuple[float, float]]) -> float:
+    length = 2048 if probe.on_gpu else 256
+    shape = (2, _HEADS, length, _HEAD_DIM)
+    query, key, value = (probe.numbers(*shape, dtype=dtype) for _ in range(3))
+    seconds = probe.seconds(lambda: F.scaled_dot_product_attention(query, key, value, is_causal=True))
+    flops = 0.5 * 4 * shape[0] * _HEADS * length * length * _HEAD_DIM
+    return flops / seconds / MatmulRates(tuple(points)).at(flops)
+
+
+def _memory(probe: Probe) -> float:
+    numel = _ON_GPU if probe.on_gpu else _ON_CPU
+    one, other = (torch.ones(numel, device=probe.device.torch_device) for _ in range(2))
+    return 12.0 * numel / probe.seconds(lambda: one + other)
+
+
+def _small_operations(probe: Probe) -> float:
+    x = torch.ones(16, device=probe.device.torch_device, requires_grad=True)
+
+    def chain() -> None:
+        y = x
+        for _ in range(_CHAIN):
+            y = y * x
+        y.sum().backward()
+
+    return probe.seconds(chain) / (3 * _CHAIN)  # backward has two products for each
+
+
+def _small_kernels(probe: Probe) -> float:
+    x = torch.ones(16, device=probe.device.torch_device)
+    graph = torch.cuda.CUDAGraph()  # so that the host is no part of it
+    x.mul_(1.0)
+    with torch.cuda.graph(graph):
+        for _ in range(_CHAIN):
+            x.mul_(1.0)
+    return probe.seconds(graph.replay) / _CHAIN
+
+
+def _bus(probe: Probe) -> tuple[float, float]:
+    """Return the bytes per second of copies in each direction while the other direction copies, too."""
+    size = 1 << 28
+    host = [torch.empty(size, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
+    there = [torch.empty(size, dtype=torch.uint8, device=probe.device.torch_device) for _ in range(2)]
+
+    def both() -> None:
+        with probe.device.copy_stream.after_current():
+            host[0].copy_(there[0], non_blocking=True)
+        with probe.device.upload_stream.after_current():
+            there[1].copy_(host[1], non_blocking=True)
+
+    rate = size / probe.seconds(both)
+    return rate, rate
+
+
+def _host_update(probe: Probe) -> tuple[float, int]:
+    """Return the bytes per second of optimizer steps of all ranks together, and the threads of each."""
+    buses = probe.device.local_gpu_buses()
+    cores = None if buses is None else update_cores(*buses)
+    threads = torch.get_num_threads() if cores is None else len(cores)
+    gradient = torch.zeros(_STEPPED, dtype=torch.bfloat16)
+    out, (master, first, second) = torch.empty_like(gradient), (torch.zeros(_STEPPED) for _ in range(3))
+    args = kernels.UpdateArgs(gradient, master, (first, second), out=out)
+    rule = kernels.AdamRule(lr=1e-4, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0, decoupled=True, step=2)
+    pinned = torch.empty(1 << 28, dtype=torch.uint8, pin_memory=True) if probe.on_gpu else None
+    there = torch.empty(1 << 28, dtype=torch.uint8, device=probe.device.torch_device) if probe.on_gpu else None
+
+    def update() -> None:
+        if pinned is not None and there is not None:
+            with probe.device.copy_stream.after_current():
+                pinned.copy_(there, non_blocking=True)
+        kernels.update(rule, args, threads)
+
+    return probe.size * args.num_bytes / probe.seconds(update), threads
+
+
+def _disk(probe: Probe, path: Path) -> float:
+    """Return the bytes per second of reads and writes together; one rank measures for all."""
+    found = 0.0
+    if probe.rank == 0:
+        settings = AioSettings()
+        engine = choose([path], settings).engine
+        found = measure([path], settings, _DISK_BYTES, [engine], ["mixed"], rounds=2)[engine]["mixed"]
+    if probe.size > 1:
+        found = -probe.comm.all_reduce_min(-found, "CALIBRATE")
+    return found
+
+
+def _links(probe: Probe) -> tuple[float, float]:
+    """Return the seconds of a small all-gather, and the bytes per second that a rank receives in a large one."""
+    device, size = probe.device.torch_device, probe.size
+    small = torch.zeros(size * 16, device=device)
+    large = torch.zeros(size * ((1 << 24) if probe.on_gpu else (1 << 21)), device=device)
+    latency = probe.seconds(lambda: probe.comm.all_gather(small, None).wait())
+    seconds = probe.seconds(lambda: probe.comm.all_gather(large, None).wait())
+    return latency, large.nbytes * (size - 1) / size / max(seconds - latency, 1e-9)
+
+
+def main() -> None:
+    job = CalibrationJob(**json.loads(sys.argv[1]))
+    probe = Probe()
+    found = [(name, value, how) for name, value, how in figures(probe, job.path)]
+    if probe.rank == 0:
+        about = {"device": probe.device.name, "has_gpus": probe.on_gpu, "figures": found}
+        Path(job.out).write_text(json.dumps(about), encoding="utf-8")
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,32 @@
+"""Which units a configuration makes of a model: wrapped, small parameters in the root, small neighbours bundled."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from shardwell.config import Config
+from shardwell.engine.persistence import persistent_in
+from shardwell.sharding import UnitSpec, wrap_model
+from shardwell.sharding.bundle import LARGEST_BUNDLE, SMALLEST_SHARE, bundle_neighbours, gather_in_root
+from shardwell.sharding.wrap import LeafRules
+
+_LIVE_SHARE = 4  # of stage3_max_live_parameters: a bundle runs, the next one is all-gathered, and the root has some
+
+
+def unit_specs(model: nn.Module, settings: Config) -> list[UnitSpec]:
+    """Return the units of a model."""
+    zero = settings.zero_optimization
+    leaf = zero.leaf_module
+    specs = wrap_model(model, LeafRules(leaf.classes, leaf.names, leaf.name_suffixes))
+    specs = gather_in_root(model, specs, persistent_in(specs, zero))
+    return bundle_neighbours(model, specs, _largest_bundle(specs, settings))
+
+
+def _largest_bundle(specs: list[UnitSpec], settings: Config) -> int:
+    """Return the elements that a bundle of neighbouring units may have."""
+    zero, asked = settings.zero_optimization, settings.shardwell.bundle_size
+    if not isinstance(asked, str):
+        return asked
+    total = sum(one.numel for one in specs)
+    live = zero.stage3_max_live_parameters // _LIVE_SHARE if zero.stage == 3 else LARGEST_BUNDLE
+    return min(LARGEST_BUNDLE, total // SMALLEST_SHARE, live)

@@ -1,0 +1,82 @@
+"""Tokens travel to the ranks of their experts, and come back: two all-to-alls in forward, two in backward.
+
+Rows are pairs of a token and one of its experts, sorted by expert. The ranks tell each other first how many rows each
+expert gets, which the host has to know: sizes differ from step to step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+
+from shardwell.errors import ShardwellError
+from shardwell.parallel.model_axis import ModelAxis
+from shardwell.parallel.traffic import TrafficKind
+
+
+@dataclass(frozen=True)
+class TokenRoute:
+    """How many rows this rank sends to each rank, and gets from it, and of which experts those are."""
+
+    sent: list[int]  # by rank
+    received: list[int]  # by rank
+    experts: Tensor  # of the received rows, counted among those of this rank
+
+
+class _Exchange(Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, axis: ModelAxis, to: Sequence[int], of: Sequence[int], token: str) -> Tensor:
+        ctx.axis, ctx.to, ctx.of, ctx.token = axis, to, of, token
+        return axis.exchange(rows, to, of, token)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        return ctx.axis.exchange(grad, ctx.of, ctx.to, ctx.token), None, None, None, None
+
+
+def route(axis: ModelAxis, experts: Tensor, num_experts: int, name: str) -> TokenRoute:
+    """Tell the ranks how many rows each of their experts gets; `experts` (1D) are those of this rank's rows."""
+    if experts.is_meta:
+        raise ShardwellError(
+            "shardwell.expert_parallel_size: on the meta device it is not known which tokens go to which experts; "
+            "simulate with 1"
+        )
+    counts = torch.bincount(experts, minlength=num_experts).view(axis.size, -1)  # rank, expert of that rank
+    told = axis.all_to_all(counts, f"EXPERT {name} counts", TrafficKind.CONTROL)
+    sent, received = torch.stack([counts.sum(1), told.sum(1)]).tolist()
+    numbers = torch.arange(told.shape[1], device=told.device).repeat(axis.size)
+    return TokenRoute(sent, received, torch.repeat_interleave(numbers, told.flatten(), output_size=sum(received)))
+
+
+def dispatch(
+    axis: ModelAxis,
+    tokens: Tensor,
+    experts: Tensor,
+    weights: Tensor,
+    num_experts: int,
+    compute: Callable[[Tensor, Tensor], Tensor],
+    name: str,
+) -> Tensor:
+    """Return the weighted sums of what the experts of all ranks compute of this rank's tokens.
+
+    `tokens` is (tokens, width); `experts` and `weights` are (tokens, experts of a token). `compute` gets rows of all
+    ranks, and which of this rank's experts each is for.
+    """
+    each = experts.shape[1]
+    order = experts.flatten().argsort(stable=True)
+    way = route(axis, experts.flatten(), num_experts, name)
+    rows: Tensor = _Exchange.apply(tokens[order // each], axis, way.sent, way.received, f"EXPERT {name} tokens")  # type: ignore[no-untyped-call]
+    found = compute(rows, way.experts) if rows.shape[0] else rows
+    back: Tensor = _Exchange.apply(found, axis, way.received, way.sent, f"EXPERT {name} results")  # type: ignore[no-untyped-call]
+    place = torch.empty_like(order)
+    place[order] = torch.arange(len(order), device=order.device)
+    weighed = back[place].unflatten(0, (-1, each)) * weights.unsqueeze(-1)
+    total: Tensor = weighed.sum(1)
+    return total.to(tokens.dtype)

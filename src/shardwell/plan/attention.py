@@ -1,0 +1,72 @@
+"""Attention on the meta device as a GPU computes it: fused kernels that keep no matrix of scores.
+
+On meta tensors torch takes the path that makes all scores. On a GPU, `scaled_dot_product_attention` calls a fused
+kernel that saves queries, keys, values, the result and one number for each query; these have meta forms of their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.graph import _engine_run_backward
+from torch.overrides import TorchFunctionMode
+
+
+class FusedAttention(TorchFunctionMode):
+    """Replaces attention on meta tensors by the fused kernel that a GPU would run."""
+
+    def __init__(self, autocast: Callable[[], AbstractContextManager[Any]] = nullcontext) -> None:
+        """With `autocast`, forwards that a backward recomputes run in it."""
+        super().__init__()
+        self._autocast = autocast
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is F.scaled_dot_product_attention and args and args[0].is_meta:
+            return _attention(*args, **(kwargs or {}))
+        if func is Tensor.backward:
+            return self._backward(args[:1], (kwargs or {}).get("gradient"), kwargs or {})
+        if func is torch.autograd.backward and not (kwargs or {}).get("inputs"):
+            tensors, *given = args
+            gradients = given[0] if given else (kwargs or {}).get("grad_tensors")
+            return self._backward(tensors, gradients, kwargs or {})
+        return func(*args, **(kwargs or {}))
+
+    def _backward(self, tensors: Any, gradients: Any, options: dict[str, Any]) -> None:
+        """Run a backward in this mode, which torch leaves for what a function calls: forwards are recomputed in it."""
+        roots = (tensors,) if isinstance(tensors, Tensor) else tuple(tensors)
+        given = (gradients,) if gradients is None or isinstance(gradients, Tensor) else tuple(gradients)
+        given = given if len(given) == len(roots) else given * len(roots)
+        begin = tuple(torch.ones_like(root) if one is None else one for root, one in zip(roots, given, strict=True))
+        keeps, creates = bool(options.get("retain_graph") or options.get("create_graph")), options.get("create_graph")
+        with self, self._autocast():
+            _engine_run_backward(roots, begin, keeps, bool(creates), (), allow_unreachable=True, accumulate_grad=True)
+
+
+def _attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    if attn_mask is None and query.dtype in (torch.bfloat16, torch.float16):
+        flash = torch.ops.aten._scaled_dot_product_flash_attention
+        return cast(Tensor, flash(query, key, value, dropout_p, is_causal, False, scale=scale)[0])
+    if enable_gqa:
+        repeats = query.shape[-3] // key.shape[-3]
+        key, value = key.repeat_interleave(repeats, -3), value.repeat_interleave(repeats, -3)
+    if attn_mask is not None and attn_mask.dtype is torch.bool:
+        attn_mask = torch.empty_like(attn_mask, dtype=query.dtype)  # the bias that the kernel adds
+    if attn_mask is not None:
+        attn_mask = attn_mask.expand(*query.shape[:-1], key.shape[-2])
+    saves = torch.is_grad_enabled() and any(one.requires_grad for one in (query, key, value))
+    efficient = torch.ops.aten._scaled_dot_product_efficient_attention
+    return cast(Tensor, efficient(query, key, value, attn_mask, saves, dropout_p, is_causal, scale=scale)[0])

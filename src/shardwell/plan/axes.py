@@ -1,0 +1,32 @@
+"""The axes of a plan's ranks, in the words of the configuration: tensor, pipeline, sequence."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from shardwell.errors import ConfigError
+
+
+def with_axes(
+    config: dict[str, Any], *, tensor: int | None = None, pipe: int | None = None, sequence: int | None = None
+) -> dict[str, Any]:
+    """Return a configuration with so many ranks along axes; None leaves what it says."""
+    found = dict(config)
+    if tensor is not None:
+        found["tensor_parallel"] = {**found.get("tensor_parallel", {}), "autotp_size": tensor}
+    if pipe is not None:
+        found["pipeline"] = {**found.get("pipeline", {}), "stages": pipe}
+        found.setdefault("gradient_accumulation_steps", 2 * pipe if pipe > 1 else 1)
+    if sequence is not None:
+        found["sequence_parallel_size"] = sequence
+    return found
+
+
+def part_of_sequence(config: dict[str, Any], tokens: int) -> int:
+    """Return the tokens of a sequence that a rank gets: all of them, or its part along the sequence axis."""
+    ranks = config.get("sequence_parallel_size", 1)
+    if isinstance(ranks, int) and ranks > 1:
+        if tokens % ranks:
+            raise ConfigError(f"--seq {tokens}: {ranks} ranks cannot share a sequence of so many tokens evenly")
+        return tokens // ranks
+    return tokens

@@ -1,0 +1,125 @@
+"""The file of a calibration: what was measured of a machine, when, and how.
+
+    {"format": "shardwell machine", "version": 1, "measured": "2026-11-18T04:00:00+00:00", "device": "NVIDIA H200",
+     "ranks": 2, "figures": {"device_memory": {"value": 3.9e12, "kind": "measured", "date": "...", "how": "..."},
+                             "matmul bf16": {"value": [[6.9e10, 5.1e14], ...], ...}}}
+
+Figures have the names of the fields of `Speeds`; those of matrix products are lists of sizes in FLOPs and of FLOP/s.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+from shardwell.config.source import read
+from shardwell.errors import ConfigError
+from shardwell.virtual_time.speeds import DTYPES, MatmulRates, Speeds
+
+FORMAT, VERSION = "shardwell machine", 1
+MATMUL = "matmul "  # before the dtype
+_KEYS = {one.name for one in fields(Speeds)} - {"matmul", "origins"}
+
+
+@dataclass(frozen=True)
+class MeasuredFigure:
+    """One figure: a rate, a time, or rates of matrix products by their size."""
+
+    value: float | list[tuple[float, float]]
+    how: str  # in words
+    date: str
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """What was measured of a machine."""
+
+    device: str
+    has_gpus: bool
+    ranks: int
+    measured: str  # when
+    figures: Mapping[str, MeasuredFigure]
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the contents of the file."""
+        figures = {
+            name: {"value": one.value, "kind": "measured", "date": one.date, "how": one.how}
+            for name, one in self.figures.items()
+        }
+        about = {"measured": self.measured, "device": self.device, "has_gpus": self.has_gpus, "ranks": self.ranks}
+        return {"format": FORMAT, "version": VERSION, **about, "figures": figures}
+
+    def write(self, path: Path) -> None:
+        """Write the file."""
+        try:
+            path.write_text(json.dumps(self.as_dict(), indent=2) + "\n", encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(f"{path}: cannot be written ({error.strerror})") from None
+
+    def speeds(self, stated: Speeds | None = None) -> Speeds:
+        """Return the speeds, with `stated` ones where nothing was measured."""
+        given: dict[str, Any] = {}
+        rates: dict[str, MatmulRates] = {}
+        origins = {} if stated is None else dict(stated.origins)
+        for name, one in self.figures.items():
+            origins[name] = f"{name.replace('_', ' ')}: measured {one.date}: {one.how}"
+            if isinstance(one.value, list):
+                dtype = name.removeprefix(MATMUL)
+                peak = stated.matmul[dtype].peak if stated is not None and dtype in stated.matmul else 0.0
+                rates[dtype] = MatmulRates(tuple(one.value), peak)
+            else:
+                given[name] = one.value
+        if stated is None:
+            if not rates or "device_memory" not in given:
+                raise ConfigError("a calibration without matrix products or without device_memory says too little")
+            return Speeds(rates, **given, origins=origins)
+        return replace(stated, matmul={**stated.matmul, **rates}, **given, origins=origins)
+
+
+def read_calibration(path: Path) -> Calibration:
+    """Return what a file holds; raise if it is not one of `shardwell calibrate`."""
+    found = read(path)[2]
+    if found.get("format") != FORMAT:
+        raise ConfigError(f'{path}: is no file of `shardwell calibrate`: expected "format": "{FORMAT}"')
+    if found.get("version") != VERSION:
+        raise ConfigError(f"{path}: has version {found.get('version')!r}, expected {VERSION}; measure again")
+    figures = found.get("figures")
+    if not isinstance(figures, dict) or not figures:
+        raise ConfigError(f"{path}: has no figures")
+    ranks = found.get("ranks")
+    if isinstance(ranks, bool) or not isinstance(ranks, int) or ranks < 1:
+        raise ConfigError(f"{path}: ranks is {ranks!r}, expected a whole number of 1 or more")
+    return Calibration(
+        str(found.get("device", "")),
+        bool(found.get("has_gpus", True)),
+        ranks,
+        str(found.get("measured", "")),
+        {str(name): _figure(path, str(name), one) for name, one in figures.items()},
+    )
+
+
+def _figure(path: Path, name: str, found: Any) -> MeasuredFigure:
+    is_matmul = name.startswith(MATMUL) and name.removeprefix(MATMUL) in DTYPES
+    if not is_matmul and name not in _KEYS:
+        raise ConfigError(f"{path}: figure {name!r} is not known; expected {', '.join(sorted(_KEYS))} or matmul DTYPE")
+    value: Any = found.get("value") if isinstance(found, dict) else None
+    how, date = (str(found.get(key, "")) for key in ("how", "date")) if isinstance(found, dict) else ("", "")
+    if not is_matmul:
+        if not _is_number(value):
+            raise ConfigError(f"{path}: figure {name!r} has the value {value!r}, expected a number above 0")
+        return MeasuredFigure(float(value), how, date)
+    if not isinstance(value, list) or not value or not all(_is_pair(one) for one in value):
+        raise ConfigError(f"{path}: figure {name!r} has the value {value!r}, expected pairs of FLOPs and FLOP/s")
+    return MeasuredFigure(sorted((float(size), float(rate)) for size, rate in value), how, date)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) and value > 0
+
+
+def _is_pair(value: Any) -> bool:
+    return isinstance(value, list) and len(value) == 2 and all(map(_is_number, value))

@@ -1,0 +1,119 @@
+"""A decoder as language models have it, from sizes alone: what presets and Hugging Face configurations are planned as.
+
+It has the parameters and the activations of the architectures that it stands for, and is never trained.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from shardwell import sequence_parallel
+from shardwell.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class DecoderSizes:
+    """The sizes of a decoder: `gated` is Llama's form (RMSNorm, gated MLP, no biases), otherwise it is GPT's."""
+
+    layers: int
+    hidden: int
+    heads: int
+    vocabulary: int
+    mlp: int = 0  # 0: four times the hidden size
+    kv_heads: int = 0  # 0: as many as heads
+    head_dim: int = 0  # 0: the hidden size over the heads
+    positions: int = 0  # of learned position embeddings; 0: rotary ones, which are no parameters
+    gated: bool = False
+    tied: bool = False  # the last layer has the weights of the embedding
+    qkv_bias: bool = False  # of a gated decoder, as Qwen2 has it
+
+    def __post_init__(self) -> None:
+        for name in ("layers", "hidden", "heads", "vocabulary"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"a decoder with {name} = {getattr(self, name)}: expected 1 or more")
+        if not self.head_dim and self.hidden % self.heads:
+            raise ConfigError(f"a hidden size of {self.hidden} cannot be divided into {self.heads} heads")
+        if self.heads % (self.kv_heads or self.heads):
+            raise ConfigError(f"{self.heads} heads cannot share {self.kv_heads} heads of keys and values evenly")
+
+
+class Decoder(nn.Module):
+    """Embedding, blocks, last norm and output layer; the forward returns the loss of next tokens."""
+
+    _tp_plan: ClassVar[dict[str, str]] = {  # how tensor ranks share it: attention by heads, as Megatron does
+        "embed": "embedding_rowwise",
+        **{f"blocks.*.{name}": "colwise" for name in ("query", "key", "value", "gate", "up")},
+        **{f"blocks.*.{name}": "rowwise" for name in ("out", "down")},
+        "head": "colwise_gather_output",
+    }
+
+    def __init__(self, sizes: DecoderSizes, *, recomputes: bool = False) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(sizes.vocabulary, sizes.hidden)
+        self.positions = nn.Embedding(sizes.positions, sizes.hidden) if sizes.positions else None
+        self.blocks = nn.ModuleList(_Block(sizes) for _ in range(sizes.layers))
+        self.norm = _norm(sizes)
+        self.head = nn.Linear(sizes.hidden, sizes.vocabulary, bias=False)
+        if sizes.tied:
+            self.head.weight = self.embed.weight
+        self._recomputes = recomputes
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        if self.positions is not None:
+            x = x + self.positions(torch.arange(tokens.shape[1], device=tokens.device))
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False) if self._recomputes else block(x)
+        logits = self.head(self.norm(x)).float()
+        return F.cross_entropy(logits.flatten(0, 1), tokens.flatten())
+
+
+class _Block(nn.Module):
+    def __init__(self, sizes: DecoderSizes) -> None:
+        super().__init__()
+        self._sizes, self._dim = sizes, sizes.head_dim or sizes.hidden // sizes.heads
+        kv, inner, bias = sizes.kv_heads or sizes.heads, sizes.mlp or 4 * sizes.hidden, not sizes.gated
+        self.first, self.second = _norm(sizes), _norm(sizes)
+        self.query = nn.Linear(sizes.hidden, sizes.heads * self._dim, bias=bias or sizes.qkv_bias)
+        self.key = nn.Linear(sizes.hidden, kv * self._dim, bias=bias or sizes.qkv_bias)
+        self.value = nn.Linear(sizes.hidden, kv * self._dim, bias=bias or sizes.qkv_bias)
+        self.attend = sequence_parallel.DistributedAttention()  # a fused kernel, over whole sequences
+        self.out = nn.Linear(sizes.heads * self._dim, sizes.hidden, bias=bias)
+        self.gate = nn.Linear(sizes.hidden, inner, bias=False) if sizes.gated else None
+        self.up, self.down = nn.Linear(sizes.hidden, inner, bias=bias), nn.Linear(inner, sizes.hidden, bias=bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.first(x)
+        query, key, value = (self._by_head(layer(y)) for layer in (self.query, self.key, self.value))
+        if not self._sizes.positions:
+            query, key = _rotated(query), _rotated(key)
+        mixed = self.attend(query, key, value, is_causal=True)
+        x = x + self.out(mixed.transpose(1, 2).flatten(2))
+        y = self.second(x)
+        inner = F.gelu(self.up(y)) if self.gate is None else F.silu(self.gate(y)) * self.up(y)
+        return torch.add(x, self.down(inner))
+
+    def _by_head(self, x: Tensor) -> Tensor:
+        if x.shape[-1] % self._dim:
+            heads = self._sizes.kv_heads or self._sizes.heads
+            raise ConfigError(
+                f"tensor_parallel.autotp_size: ranks cannot share {heads} heads evenly; use a divisor of it"
+            )
+        return torch.unflatten(x, -1, (-1, self._dim)).transpose(1, 2)
+
+
+def _rotated(x: Tensor) -> Tensor:
+    """Rotate pairs of a head's numbers, as rotary position embeddings do."""
+    angle = torch.arange(x.shape[-2], device=x.device).unsqueeze(-1).to(x.dtype)
+    one, other = x.chunk(2, -1)
+    return x * angle.cos() + torch.cat([-other, one], -1) * angle.sin()
+
+
+def _norm(sizes: DecoderSizes) -> nn.Module:
+    return nn.RMSNorm(sizes.hidden) if sizes.gated else nn.LayerNorm(sizes.hidden)

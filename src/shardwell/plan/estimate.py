@@ -1,0 +1,302 @@
+"""`estimate`: what a step of a model takes on a machine that need not exist, from the engine's own code.
+
+A model of identical blocks is simulated at three small depths. If the third is what the first two predict, in every
+number but for the allocator's rounding, so is any depth: all of the engine's bytes are a constant and an amount for
+each block. Otherwise all blocks are simulated. The third has a step more than the others, which must take what theirs
+took. Nothing here depends on the number of ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+
+from shardwell.engine import Engine
+from shardwell.errors import ConfigError, NoRoomError, ShardwellError
+from shardwell.memory.machine import SimulatedMachine
+from shardwell.offload.optimizer_swap import FEWEST_BUFFERS
+from shardwell.plan.recording import Recording
+from shardwell.plan.report import PlanReport
+from shardwell.plan.simulation import FEWEST_STEPS, STEPS, BlockModel, StepCosts, along, on_meta, simulate
+from shardwell.plan.stages import num_stages, of_stages
+from shardwell.plan.step_time import StepTime, extrapolated, simulate_time
+
+_FEWEST = 4  # blocks: fewer have no block that computes while two others are all-gathered ahead of it
+_FEWEST_BELOW = 9  # blocks: with state on host or disk all staging buffers are in use
+
+_NEAR = 0.0025  # share of a step by which three depths may differ from a line, for each block between them
+_ROUNDED = 4096  # bytes: a few blocks of the allocator
+
+Inputs = Sequence[Any] | Mapping[str, Any]
+
+
+def estimate(
+    model: nn.Module | BlockModel,
+    config: Any,
+    machine: SimulatedMachine,
+    inputs: Inputs | None = None,
+    loss: Callable[[Any], Tensor] | None = None,
+    *,
+    verified: bool = True,
+) -> PlanReport:
+    """Return what a step of `model` takes on one rank of `machine`.
+
+    Args:
+        model: A module, on any device, of which only sizes are used; or a `BlockModel`.
+        config: What `initialize` takes as a configuration.
+        machine: A `SimulatedMachine`.
+        inputs: The arguments of the model's forward for one micro-step, as a tuple or a dictionary of tensors.
+        loss: A function from the model's output to its loss; by default the output, its `loss`, or its first entry.
+        verified: Whether a third depth of a `BlockModel` is simulated to see that the first two predict it.
+    """
+    settings = dict(config) if isinstance(config, Mapping) else config
+    if isinstance(model, BlockModel):
+        stages, time = num_stages(settings), None
+        if stages > 1:
+            costs, notes = of_stages(model, settings, machine, stages)
+        else:
+            costs, notes = _of_blocks(model, settings, machine, loss, verified)
+        if stages == 1 and machine.speeds is not None:
+            time = _time_of_blocks(model, settings, machine, loss, verified)
+        name, inputs = model.name, model.inputs
+    else:
+        if inputs is None:
+            raise ShardwellError(
+                "estimate needs the inputs of one micro-step, since activations follow from them: "
+                "estimate(model, config, machine, inputs=(tokens,))"
+            )
+        if num_stages(settings) > 1:
+            raise ShardwellError(
+                "a pipeline is planned of a BlockModel, which says what its blocks give on; this is a module"
+            )
+        costs, notes = _run(on_meta(model), settings, machine, inputs, loss)
+        time = None if machine.speeds is None else _time(on_meta(model), settings, machine, inputs, loss)
+        name = type(model).__name__
+    if time is not None:
+        time = replace(time, tokens=time.samples * _tokens_of_sample(inputs))
+    return PlanReport(name, settings if isinstance(settings, dict) else {}, machine, costs, tuple(notes), time)
+
+
+def _of_blocks(
+    model: BlockModel,
+    config: Any,
+    machine: SimulatedMachine,
+    loss: Callable[[Any], Tensor] | None,
+    verified: bool,
+) -> tuple[StepCosts, list[str]]:
+    if isinstance(config, Mapping) and config.get("zero_optimization", {}).get("stage") == "auto":
+        raise ConfigError(
+            'zero_optimization.stage "auto" is chosen from the memory of all blocks, and a plan simulates few: name a '
+            "stage, or let shardwell plan --auto choose"
+        )
+    fewest = fewest_blocks(config)
+    for first in (fewest, 2 * fewest):  # with more blocks the peak may be at another moment
+        depths = (first, first + 1, first + 2)
+        if sum(depths) >= model.layers:
+            break
+        runs = [_at(model, depth, config, machine, loss, FEWEST_STEPS) for depth in depths[:2]]
+        runs += (
+            [_at(model, depths[2], config, machine, loss)] if verified else []
+        )  # with a step more, which is compared
+        found = [costs for costs, _ in runs]
+        if not verified:
+            whole = _extrapolated(found[0], found[1], depths, model.layers)
+            return replace(whole, largest_unit=found[1].largest_unit), runs[1][1]
+        if _are_alike(_extrapolated(found[0], found[1], depths, depths[2]), found[2]):
+            whole = _extrapolated(found[0], found[1], depths, model.layers)
+            same = f"{depths[0]}, {depths[1]} and {depths[2]} of {model.layers} identical blocks were simulated"
+            return replace(whole, largest_unit=found[2].largest_unit), [*runs[2][1], same]
+    return _at(model, model.layers, config, machine, loss)
+
+
+def least(model: BlockModel, config: Any, machine: SimulatedMachine) -> PlanReport:
+    """Return what a few blocks of a model take, from one simulation: all of them take at least as much of each tier."""
+    costs, notes = _run(model.build(min(_FEWEST, model.layers)), config, machine, model.inputs, None, FEWEST_STEPS)
+    return PlanReport(model.name, dict(config), machine, costs, tuple(notes))
+
+
+# ---------------------------------------------------------------------------------------------------------------- time
+
+
+def _time(
+    model: nn.Module, config: Any, machine: SimulatedMachine, inputs: Inputs, loss: Callable[[Any], Tensor] | None
+) -> StepTime:
+    """Simulate a model with virtual time."""
+    forward = _forward(inputs, loss)
+    try:
+        return simulate_time(model, config, machine, forward)
+    except NoRoomError:
+        patient, large = _with_more_room(config, machine)
+        return simulate_time(model, patient, large, forward)
+
+
+def _time_of_blocks(
+    model: BlockModel, config: Any, machine: SimulatedMachine, loss: Callable[[Any], Tensor] | None, verified: bool
+) -> StepTime:
+    """Simulate few blocks with virtual time; all of them if three depths do not agree.
+
+    Below the device blocks go through a few buffers in turns: depths that leave the same one for the last are compared.
+    """
+    is_below = _is_below(config)
+    fewest, apart = (_FEWEST_BELOW, _num_buffers(config)) if is_below else (_FEWEST, 1)
+    depths = (fewest, fewest + apart, fewest + 2 * apart) if verified else (fewest, fewest + apart)
+    if sum(depths) >= model.layers:
+        return _timed_at(model, model.layers, config, machine, loss)
+    found = [_timed_at(model, depth, config, machine, loss) for depth in depths]
+    first, last = found[0], found[-1]
+    if verified and not _lies_between(first, last, found[1], _NEAR * apart):
+        return _timed_at(model, model.layers, config, machine, loss)
+    whole = extrapolated(first, last, depths[-1] - fewest, model.layers - fewest)
+    return replace(whole, events=last.events, waits=last.waits, num_blocks=depths[-1])
+
+
+def _num_buffers(config: Mapping[str, Any]) -> int:
+    """Return the number of update buffers."""
+    block = config.get("zero_optimization", {}).get("offload_optimizer") or {}
+    given = block.get("buffer_count")
+    return max(FEWEST_BUFFERS, given) if isinstance(given, int) else 4
+
+
+def _lies_between(one: StepTime, last: StepTime, middle: StepTime, near: float) -> bool:
+    """Return whether the time of the middle one of three depths is halfway between the others, but for a share."""
+    return abs(extrapolated(one, last, 2, 1).seconds - middle.seconds) <= near * middle.seconds
+
+
+def _timed_at(
+    model: BlockModel, depth: int, config: Any, machine: SimulatedMachine, loss: Callable[[Any], Tensor] | None
+) -> StepTime:
+    return _time(model.build(depth), config, _share_of(machine, depth / model.layers), model.inputs, loss)
+
+
+def _share_of(machine: SimulatedMachine, share: float) -> SimulatedMachine:
+    """Return a machine whose host and drives have a share of their bytes."""
+    return replace(machine, host_bytes=machine.host_bytes * share, disk_bytes=machine.disk_bytes * share)
+
+
+def _tokens_of_sample(inputs: Inputs) -> int:
+    """Return the tokens of one sample: those of the first tensor of whole numbers; 0 if there is none."""
+    values = inputs.values() if isinstance(inputs, Mapping) else inputs
+    for one in values:
+        if isinstance(one, Tensor) and not one.is_floating_point() and one.ndim >= 2:
+            return one.numel() // one.shape[0]
+    return 0
+
+
+# -------------------------------------------------------------------------------------------------------------- memory
+
+
+def _at(
+    model: BlockModel,
+    depth: int,
+    config: Any,
+    machine: SimulatedMachine,
+    loss: Callable[[Any], Tensor] | None,
+    steps: int = STEPS,
+) -> tuple[StepCosts, list[str]]:
+    """Simulate some of the blocks; the host and the drives have that share of their bytes.
+
+    Staging buffers are as large with few blocks as with all: where they do not fit into the share, the host has all.
+    """
+    part = _share_of(machine, depth / model.layers)
+    costs, notes = _run(model.build(depth), config, part, model.inputs, loss, steps)
+    return _run(model.build(depth), config, machine, model.inputs, loss, steps) if notes else (costs, notes)
+
+
+def _run(
+    model: nn.Module,
+    config: Any,
+    machine: SimulatedMachine,
+    inputs: Inputs,
+    loss: Callable[[Any], Tensor] | None,
+    steps: int = STEPS,
+) -> tuple[StepCosts, list[str]]:
+    """Simulate a model; one that the engine would refuse for want of room is simulated with more."""
+    forward = _forward(inputs, loss)
+    try:
+        return simulate(model, config, machine, forward, steps=steps), []
+    except NoRoomError as error:
+        patient, large = _with_more_room(config, machine)
+        return simulate(model, patient, large, forward, steps=steps), [f"the engine would refuse to start: {error}"]
+
+
+def _forward(inputs: Inputs, loss: Callable[[Any], Tensor] | None) -> Callable[[Engine], Tensor]:
+    given = tree_map(lambda one: one.to("meta") if isinstance(one, Tensor) else one, inputs)
+
+    def forward(engine: Engine) -> Tensor:
+        output = engine(**given) if isinstance(given, Mapping) else engine(*given)
+        return loss_of(output if loss is None else loss(output))
+
+    return forward
+
+
+def _with_more_room(config: Any, machine: SimulatedMachine) -> tuple[Any, SimulatedMachine]:
+    large = replace(SimulatedMachine(has_gpus=machine.has_gpus, ranks=machine.ranks), speeds=machine.speeds)
+    patient = {**config, "shardwell": {**config.get("shardwell", {}), "commit": "after_norm"}}
+    return patient, replace(large, cores=machine.cores)
+
+
+def record(model: nn.Module, config: Any, machine: SimulatedMachine, inputs: Inputs) -> tuple[StepCosts, Recording]:
+    """Simulate a model that is on the meta device; return also what its buffers were."""
+    recording = Recording()
+
+    def forward(engine: Engine) -> Tensor:
+        return loss_of(engine(**inputs) if isinstance(inputs, Mapping) else engine(*inputs))
+
+    return simulate(model, config, machine, forward, recording), recording
+
+
+def loss_of(output: Any) -> Tensor:
+    """Return the loss in what a forward returned."""
+    found = output if isinstance(output, Tensor) else getattr(output, "loss", None)
+    if found is None and isinstance(output, Mapping):
+        found = output.get("loss")
+    if found is None and isinstance(output, tuple | list) and output:
+        found = output[0]
+    if not isinstance(found, Tensor) or found.numel() != 1:
+        raise ShardwellError(
+            f"the forward returned a {type(output).__name__} in which no loss was found: expected one number, or an "
+            "object or a dictionary with a `loss`; or pass estimate(loss=...)"
+        )
+    return found
+
+
+def fewest_blocks(config: Any) -> int:
+    """Return the blocks from which on each more adds the same."""
+    return _FEWEST_BELOW if _is_below(config) else _FEWEST
+
+
+def _is_below(config: Any) -> bool:
+    """Return whether states may be stored below the device."""
+    zero = config.get("zero_optimization", {}) if isinstance(config, Mapping) else {}
+    blocks = (zero.get("offload_optimizer") or {}, zero.get("offload_param") or {})
+    own = config.get("shardwell", {}) if isinstance(config, Mapping) else {}
+    return any(block.get("device", "none") != "none" for block in blocks) or own.get("placement") == "auto"
+
+
+def _are_alike(predicted: StepCosts, found: StepCosts) -> bool:
+    """Return whether all numbers are equal; in peaks, small tensors of a size by depth may be rounded up once more."""
+    apart: dict[str, Any] = {"peaks": {}, "at_peak": {}, "largest_unit": ("", 0)}
+    exact = replace(predicted, **apart) == replace(found, **apart)
+    pairs = [(predicted.peaks, found.peaks), (predicted.at_peak, found.at_peak)]
+    return exact and all(
+        ours.keys() == theirs.keys() and all(abs(ours[key] - theirs[key]) <= _ROUNDED for key in ours)
+        for ours, theirs in pairs
+    )
+
+
+def _extrapolated(one: StepCosts, other: StepCosts, depths: tuple[int, ...], depth: int) -> StepCosts:
+    """Return the costs at another depth, if each number is a constant and an amount for each block."""
+    blocks, between = depth - depths[0], depths[1] - depths[0]
+    return along(one, other, lambda first, second: first + (second - first) * blocks // between)
+
+
+def tokens(micro_batch: int, sequence: int) -> Tensor:
+    """Return a batch of tokens without values."""
+    if micro_batch < 1 or sequence < 1:
+        raise ShardwellError(f"a micro-batch of {micro_batch} sequences of {sequence} tokens: expected 1 or more")
+    return torch.empty(micro_batch, sequence, dtype=torch.long, device="meta")

@@ -1,0 +1,87 @@
+"""What operations of a simulation take: FLOPs of matrix products, bytes of everything else, copies between tiers.
+
+Views and allocations take nothing. The formulas of FLOPs are those of torch's own counter; a fused attention that is
+causal does half of them.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
+
+from shardwell.memory import Device
+from shardwell.plan.meta_kernels import run, tensors_in
+from shardwell.virtual_time.virtual_clock import VirtualClock
+
+_COPIES = (torch.ops.aten.copy_.default, torch.ops.aten._foreach_copy_.default)
+_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.float64: "fp64"}
+_FREE = ("empty", "new_empty", "detach", "_local_scalar_dense", "set_", "resize_", "is_same_size", "empty_strided")
+
+
+class TimedKernels(TorchDispatchMode):
+    """Gives every operation on meta tensors to the clock."""
+
+    def __init__(self, clock: VirtualClock, device: Device) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._clock, self._device = clock, device
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = run(func, args, kwargs or {})
+        if func in _COPIES:
+            self._copy(args)
+        elif not _is_free(func):
+            self._compute(func, args, kwargs or {}, result)
+        return result
+
+    def _copy(self, args: Any) -> None:
+        target, source = args[:2]
+        for to, one in zip(target, source, strict=True) if isinstance(target, list) else [(target, source)]:
+            if to.is_meta and one.is_meta:
+                self._clock.touch((one, to))
+
+    def _compute(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+        read = {id(one): one for one in tensors_in((args, kwargs)) if one.is_meta}
+        written = {id(one): one for one in tensors_in(result) if one.is_meta}
+        if not read and not written:
+            return
+        size = sum(map(_num_bytes, read.values())) + sum(map(_num_bytes, written.values()))
+        if read and not any(self._device.is_on_device(one) for one in read.values()) and self._device.has_device_memory:
+            self._clock.host_work("host update", size)
+            return
+        count = flop_registry.get(func._overloadpacket)
+        if count is None:
+            self._clock.kernel(size)
+            return
+        flops = float(count(*args, **kwargs, out_val=result))
+        is_attention = "scaled_dot_product" in func._overloadpacket._qualified_op_name
+        if is_attention and _argument(func, args, kwargs, "is_causal"):
+            flops /= 2
+        dtype = next((_NAMES[one.dtype] for one in read.values() if one.dtype in _NAMES), "fp32")
+        self._clock.kernel(size, flops, dtype, is_attention=is_attention)
+
+
+def _num_bytes(tensor: Tensor) -> int:
+    """Return the bytes that a kernel moves: of an expanded tensor, those that there are."""
+    return min(tensor.nbytes, tensor.untyped_storage().nbytes())
+
+
+@functools.cache
+def _is_free(func: Any) -> bool:
+    """Return whether an operation starts no kernel: it makes a view, or memory without contents."""
+    name = func._overloadpacket._qualified_op_name.removeprefix("aten::")
+    return name in _FREE or name.startswith("sym_") or bool(func.is_view)
+
+
+@functools.cache
+def _index(func: Any, name: str) -> int:
+    return next((place for place, one in enumerate(func._schema.arguments) if one.name == name), -1)
+
+
+def _argument(func: Any, args: Any, kwargs: Any, name: str) -> bool:
+    place = _index(func, name)
+    return bool(kwargs.get(name, args[place] if 0 <= place < len(args) else False))

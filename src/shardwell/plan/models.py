@@ -1,0 +1,203 @@
+"""The models that plans know: presets by name, configurations of Hugging Face, and functions of the user's own."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardwell.config.source import read
+from shardwell.errors import ConfigError, ShardwellError
+from shardwell.memory.machine import SimulatedMachine
+from shardwell.plan.axes import part_of_sequence
+from shardwell.plan.decoder import Decoder, DecoderSizes
+from shardwell.plan.estimate import estimate, least, tokens
+from shardwell.plan.report import PlanReport
+from shardwell.plan.simulation import BlockModel
+from shardwell.plan.stages import num_stages
+
+_GPT2, _LLAMA2, _LLAMA3, _QWEN = 50257, 32000, 128256, 152064
+# Sizes as the papers and the published configurations have them.
+PRESETS: dict[str, DecoderSizes] = {
+    "zero-7.5b": DecoderSizes(36, 4096, 32, _GPT2, positions=1024, tied=True),
+    "turing-nlg-17b": DecoderSizes(78, 4256, 28, _GPT2, positions=1024),
+    "bloom-176b": DecoderSizes(70, 14336, 112, 250880, tied=True, positions=2048),
+    "mt-nlg-530b": DecoderSizes(105, 20480, 128, 51200, positions=2048),
+    "1t": DecoderSizes(128, 25600, 256, _GPT2, positions=1024),
+    "10t": DecoderSizes(195, 65536, 512, _GPT2, positions=1024),
+    "llama-2-7b": DecoderSizes(32, 4096, 32, _LLAMA2, mlp=11008, gated=True),
+    "llama-2-13b": DecoderSizes(40, 5120, 40, _LLAMA2, mlp=13824, gated=True),
+    "llama-2-70b": DecoderSizes(80, 8192, 64, _LLAMA2, mlp=28672, kv_heads=8, gated=True),
+    "llama-3-8b": DecoderSizes(32, 4096, 32, _LLAMA3, mlp=14336, kv_heads=8, gated=True),
+    "llama-3-70b": DecoderSizes(80, 8192, 64, _LLAMA3, mlp=28672, kv_heads=8, gated=True),
+    "llama-3-405b": DecoderSizes(126, 16384, 128, _LLAMA3, mlp=53248, kv_heads=8, gated=True),
+    "qwen2.5-7b": DecoderSizes(28, 3584, 28, _QWEN, mlp=18944, kv_heads=4, gated=True, qkv_bias=True),
+    "qwen2.5-32b": DecoderSizes(64, 5120, 40, _QWEN, mlp=27648, kv_heads=8, gated=True, qkv_bias=True),
+    "qwen2.5-72b": DecoderSizes(80, 8192, 64, _QWEN, mlp=29568, kv_heads=8, gated=True, qkv_bias=True),
+}
+_NAMES = {  # of the fields of configurations: those that the architectures have for one size
+    "layers": ("num_hidden_layers", "n_layer", "num_layers"),
+    "hidden": ("hidden_size", "n_embd", "d_model"),
+    "heads": ("num_attention_heads", "n_head"),
+    "vocabulary": ("vocab_size",),
+}
+_OPTIONAL = {
+    "mlp": ("intermediate_size", "n_inner", "ffn_dim"),
+    "kv_heads": ("num_key_value_heads",),
+    "head_dim": ("head_dim",),
+}
+_GATED = ("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "phi3", "olmo2", "granite", "smollm3")
+_PLAIN = ("gpt2", "gpt_neox", "opt", "bloom")
+_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
+
+
+def decoder(name: str, sizes: DecoderSizes, micro_batch: int, sequence: int, *, recomputes: bool) -> BlockModel:
+    """Return a decoder of these sizes as a model to plan."""
+    learned = replace(sizes, positions=max(sizes.positions, sequence)) if sizes.positions else sizes
+
+    def build(layers: int) -> nn.Module:
+        with torch.device("meta"):
+            return Decoder(replace(learned, layers=layers), recomputes=recomputes)
+
+    return BlockModel(name, sizes.layers, build, (tokens(micro_batch, sequence),), sizes.hidden)
+
+
+@dataclass(frozen=True)
+class PlanModel:
+    """A model that plans may ask for with several micro-batches, sequences, and with blocks recomputed or not."""
+
+    name: str
+    make: Callable[[int, int, bool], BlockModel | tuple[nn.Module, Any]]  # of micro-batch, sequence, recomputes
+    has_choices: bool = True  # whether blocks can be recomputed; a function of the user's own decides that itself
+    has_batches: bool = True  # whether the micro-batch can be chosen; inputs of the user's own have theirs
+
+    def report(
+        self,
+        config: dict[str, Any],
+        machine: SimulatedMachine,
+        sequence: int,
+        recomputes: bool,
+        *,
+        verified: bool = True,
+    ) -> PlanReport:
+        """Return the plan of a configuration, whose micro-batch it is."""
+        mine = part_of_sequence(config, sequence)
+        made = self.make(config["train_micro_batch_size_per_gpu"], mine, recomputes)
+        if isinstance(made, BlockModel):
+            return estimate(made, config, machine, verified=verified)
+        return estimate(made[0], config, machine, made[1])
+
+    def may_fit(self, config: dict[str, Any], machine: SimulatedMachine, sequence: int, recomputes: bool) -> bool:
+        """Return false if a few blocks have no room already, by one simulation; whether all fit, `report` says."""
+        made = self.make(config["train_micro_batch_size_per_gpu"], part_of_sequence(config, sequence), recomputes)
+        if not isinstance(made, BlockModel) or num_stages(config) > 1:
+            return True
+        return least(made, config, replace(machine, speeds=None)).fits
+
+    def whole(self) -> nn.Module:
+        """Return the module with all its blocks, on the meta device."""
+        made = self.make(1, 1, False)
+        return made.build(made.layers) if isinstance(made, BlockModel) else made[0]
+
+
+def model_named(model: str) -> PlanModel:
+    """Return the model of a preset, of a configuration of Hugging Face, or of MODULE:FUNCTION."""
+    if ":" in model:
+        has_inputs = from_function(model)[1] is not None
+
+        def made(micro_batch: int, sequence: int, recomputes: bool) -> tuple[nn.Module, Any]:
+            module, inputs = from_function(model)
+            return module, (tokens(micro_batch, sequence),) if inputs is None else inputs
+
+        return PlanModel(model, made, has_choices=False, has_batches=not has_inputs)
+    name, sizes = sizes_of(model)
+    return PlanModel(
+        name,
+        lambda micro_batch, sequence, recomputes: decoder(name, sizes, micro_batch, sequence, recomputes=recomputes),
+    )
+
+
+def sizes_of(model: str) -> tuple[str, DecoderSizes]:
+    """Return the name and the sizes of a preset, or of a configuration of Hugging Face: a file or its directory."""
+    key = model.lower()
+    if key in PRESETS:
+        return key, PRESETS[key]
+    path = Path(model)
+    if path.is_dir():
+        path = path / "config.json"
+    if path.suffix == ".json" or path.exists():
+        return Path(model).name.removesuffix(".json"), _from_file(path)
+    near = difflib.get_close_matches(key, PRESETS, 1, 0.5)
+    meant = f"Did you mean {near[0]}? " if near else ""
+    raise ConfigError(
+        f"no model is known as {model!r}. {meant}Name a preset ({', '.join(PRESETS)}), a config.json of Hugging Face "
+        "or its directory, or MODULE:FUNCTION."
+    )
+
+
+def _from_file(path: Path) -> DecoderSizes:
+    found = dict(read(path)[2])
+    kind = found.get("model_type")
+    if any(found.get(name) for name in _EXPERTS):
+        raise ConfigError(f"{path}: a model of type {kind!r} has experts, which plans do not know yet")
+    if kind not in (*_GATED, *_PLAIN):
+        raise ConfigError(
+            f"{path}: model_type is {kind!r}, and plans know {', '.join((*_GATED, *_PLAIN))}. Plan another one with "
+            "MODULE:FUNCTION."
+        )
+    sizes = {size: _number(found, path, names, needed=True) for size, names in _NAMES.items()}
+    sizes |= {size: _number(found, path, names, needed=False) for size, names in _OPTIONAL.items()}
+    positions = _number(found, path, ("max_position_embeddings", "n_positions"), needed=False)
+    is_gated = kind in _GATED
+    return DecoderSizes(
+        **sizes,
+        positions=positions if kind in ("gpt2", "opt") else 0,
+        gated=is_gated,
+        tied=bool(found.get("tie_word_embeddings", not is_gated and kind != "gpt_neox")),
+        qkv_bias=kind == "qwen2" or bool(found.get("attention_bias")),
+    )
+
+
+def _number(found: dict[str, Any], path: Path, names: tuple[str, ...], *, needed: bool) -> int:
+    for name in names:
+        value = found.get(name)
+        if value is not None:
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ConfigError(f"{path}: {name} is {value!r}, expected a whole number of 1 or more")
+            return value
+    if needed:
+        raise ConfigError(f"{path}: has no {' or '.join(names)}")
+    return 0
+
+
+def from_function(place: str) -> tuple[nn.Module, Any]:
+    """Return the model, and its inputs or None, that a function of the user's own returns on the meta device."""
+    module, _, name = place.partition(":")
+    if not re.fullmatch(r"[\w.]+", module) or not name.isidentifier():
+        raise ConfigError(f"{place!r}: expected MODULE:FUNCTION, as in my_models:build")
+    try:
+        function = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(f"{place}: cannot be imported ({error})") from None
+    if not callable(function):
+        raise ConfigError(f"{place}: is a {type(function).__name__}, expected a function that returns a module")
+    try:
+        with torch.device("meta"):
+            made = function()
+    except ShardwellError:
+        raise
+    except Exception as error:
+        raise ConfigError(f"{place}: raised {type(error).__name__}: {' '.join(str(error).split())}") from error
+    model, inputs = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"{place}: returned a {type(model).__name__}, expected a module, or a module and its inputs")
+    if next(model.parameters(), None) is None:
+        raise ConfigError(f"{place}: returned a {type(model).__name__} without parameters, of which there is no plan")
+    return model, inputs

@@ -1,0 +1,267 @@
+"""The engine as its own formula: steps of a model on the meta device, on a simulated machine, and what they took."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import traceback
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
+
+import shardwell
+from shardwell import checkpointing, virtual_time
+from shardwell.engine import Engine
+from shardwell.errors import ShardwellError
+from shardwell.memory import StateKind, Tier
+from shardwell.memory.device import observed_statistics
+from shardwell.memory.machine import SimulatedMachine, simulated
+from shardwell.plan.attention import FusedAttention
+from shardwell.plan.live_tensors import LiveTensors
+from shardwell.plan.recording import ACTIVATIONS, ReceivedBytes, Recording
+
+MOMENTS = ("forward", "backward", "step")
+_FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
+FEWEST_STEPS, STEPS = 2, 3  # the first allocates state; the third must take what the second took
+
+Numbers = dict[str, int]
+
+
+@dataclass(frozen=True)
+class StepCosts:
+    """What a rank holds between steps and at the peaks of a step, and what it moves in one."""
+
+    num_parameters: int
+    num_trainable: int
+    rest: Numbers  # "state tier": bytes between steps
+    peaks: Numbers  # "moment tier": bytes
+    at_peak: Numbers  # by state, and "activations": the device at its highest peak
+    largest_unit: tuple[str, int]  # its name and its bytes when it is unsharded
+    traffic: Numbers  # "kind hop": bytes received in a step
+    calls: Numbers  # by kind: collectives in a step
+    copies: Numbers  # "to host", "to device", "disk read", "disk written": bytes in a step
+
+
+@dataclass(frozen=True)
+class BlockModel:
+    """A model of identical blocks that can be built with any number of them, on the meta device."""
+
+    name: str
+    layers: int
+    build: Callable[[int], nn.Module]
+    inputs: tuple[Any, ...]
+    hidden: int = 0  # the numbers that a block gives on for each token, of a model that a pipeline divides
+
+
+def along(one: StepCosts, other: StepCosts, number: Callable[[int, int], int]) -> StepCosts:
+    """Return the costs of which each number follows from those of two others; the largest unit is left out."""
+
+    def numbers(first: Numbers, second: Numbers) -> Numbers:
+        return {key: number(first.get(key, 0), second.get(key, 0)) for key in {**first, **second}}
+
+    return StepCosts(
+        number(one.num_parameters, other.num_parameters),
+        number(one.num_trainable, other.num_trainable),
+        numbers(one.rest, other.rest),
+        numbers(one.peaks, other.peaks),
+        numbers(one.at_peak, other.at_peak),
+        one.largest_unit if one.largest_unit == other.largest_unit else ("", 0),
+        numbers(one.traffic, other.traffic),
+        numbers(one.calls, other.calls),
+        numbers(one.copies, other.copies),
+    )
+
+
+def on_meta(model: nn.Module) -> nn.Module:
+    """Return a copy of a model whose parameters and buffers have sizes and no bytes."""
+    memo: dict[int, Any] = {}
+    for parameter in model.parameters():
+        memo[id(parameter)] = nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
+    for buffer in model.buffers():
+        memo[id(buffer)] = buffer.detach().to("meta")
+    return copy.deepcopy(model, memo)
+
+
+def simulate(
+    model: nn.Module,
+    config: Any,
+    machine: SimulatedMachine,
+    forward: Callable[[Engine], Tensor],
+    recording: Recording | None = None,
+    trains: Callable[[Engine], object] | None = None,
+    *,
+    steps: int = STEPS,
+) -> StepCosts:
+    """Run steps of a model on the meta device as one rank of a machine; `forward` returns the loss of a micro-step.
+
+    The stages of a pipeline have forwards of several micro-steps in flight: `trains` runs a whole step of theirs. The
+    model is of no use afterwards: to unshard it would take a collective for each rank.
+    """
+    with simulated(machine), observed_statistics(None if recording is None else recording.changed):
+        checkpointing.reset()  # what it knows of another machine
+        engine = shardwell.initialize(model=model, config=config).engine
+        try:
+            return _measured(engine, forward, recording, trains, steps)
+        finally:
+            engine._context.close()
+            checkpointing.reset()
+
+
+def _measured(
+    engine: Engine,
+    forward: Callable[[Engine], Tensor],
+    recording: Recording | None,
+    trains: Callable[[Engine], object] | None,
+    steps: int,
+) -> StepCosts:
+    stats, device, disk = engine._context.memory_stats, engine._context.device, engine._context.disk
+    live = LiveTensors(stats, device, recording)
+    stats.changed = live.changed
+    if recording is not None:
+        engine._context.roles.all.traffic.received = ReceivedBytes(recording)
+        for unit in engine._scheduler.units:
+            recording.groups[unit.name] = [(group.layout.numel, len(group.layout.slots)) for group in unit.groups]
+    fuse_updates(engine)
+    found: list[StepCosts] = []
+    try:
+        with FusedAttention(engine._precision.autocast), naming_lines():
+            for _ in range(steps):
+                before = (live.to_host, live.to_device, *((disk.num_read, disk.num_written) if disk else (0, 0)))
+                if recording is not None:
+                    recording.begin_step()
+                peaks, at_peak = _step(engine, forward, live, trains)
+                after = (live.to_host, live.to_device, *((disk.num_read, disk.num_written) if disk else (0, 0)))
+                names = ("to host", "to device", "disk read", "disk written")
+                copies = {name: b - a for name, a, b in zip(names, before, after, strict=True)}
+                found.append(_costs(engine, peaks, at_peak, copies))
+    finally:
+        stats.changed = live.recording = None
+    if steps > FEWEST_STEPS and found[-1].rest != found[-2].rest:
+        raise ShardwellError("memory still grew in the last simulated step: the plan would be too low")
+    return found[-1]
+
+
+def fuse_updates(engine: Engine) -> None:
+    """Let updates on the device take no memory beside the state, as fused kernels do: torch has none on meta."""
+    executor: Any = None if engine.optimizer is None else engine.optimizer.executor
+    executor = getattr(executor, "device", executor)
+    if executor is None or type(executor.inner) not in _FUSED or executor.inner.defaults.get("foreach"):
+        return
+    step = executor._step_inner
+    for group in executor.inner.param_groups:
+        group["fused"] = None  # torch refuses meta tensors where a configuration asks for it
+
+    def fused() -> None:
+        stepped = [tensor for group in executor.inner.param_groups for tensor in group["params"]]
+        with _disable_current_modes():
+            step()
+            if virtual_time.clock is not None and stepped:
+                virtual_time.clock.kernel(sum(_num_bytes(tensor, executor.inner.state[tensor]) for tensor in stepped))
+            for state in executor.inner.state.values():
+                for value in state.values():
+                    if isinstance(value, Tensor) and value.is_meta:
+                        engine._context.device.note_counted(value)
+
+    executor._step_inner = fused
+
+
+def _num_bytes(tensor: Tensor, state: dict[str, Any]) -> int:
+    """Return what a fused update of a tensor reads and writes."""
+    kept = sum(value.nbytes for value in state.values() if isinstance(value, Tensor) and value.is_meta)
+    return 2 * (tensor.nbytes + kept) + (0 if tensor.grad is None else tensor.grad.nbytes)
+
+
+def _step(
+    engine: Engine,
+    forward: Callable[[Engine], Tensor],
+    live: LiveTensors,
+    trains: Callable[[Engine], object] | None,
+) -> tuple[Numbers, Numbers]:
+    """Run one step; return the bytes at the peak of each moment, and those of the device at its highest one.
+
+    A step of a pipeline is one moment, which counts as each of them.
+    """
+    stats = engine._context.memory_stats
+    peaks: Numbers = {}
+    highest: tuple[int, Numbers] = (-1, {})
+
+    @contextlib.contextmanager
+    def moment(name: str) -> Iterator[None]:
+        nonlocal highest
+        live.begin_moment(name)
+        with live:
+            yield
+        report = stats.report()
+        peak = max(live.peak, report.total(tier=Tier.DEVICE, at_peak=True))
+        if peak > highest[0]:
+            states = {kind.value: report.total(kind, tier=Tier.DEVICE, at_peak=True) for kind in StateKind}
+            others = peak - sum(states.values())
+            highest = peak, {**states, ACTIVATIONS: others}
+        on_disk = report.total(tier=Tier.DISK, at_peak=True)
+        found = {Tier.DEVICE: peak, Tier.HOST: live.host_peak, Tier.DISK: on_disk}
+        for tier, size in found.items():
+            key = f"{name} {tier.value}"
+            peaks[key] = max(peaks.get(key, 0), size)
+
+    if trains is not None:
+        with moment(MOMENTS[0]):
+            trains(engine)
+        for (_, tier), size in [(key.split(" "), size) for key, size in peaks.items()]:
+            peaks.update({f"{name} {tier}": size for name in MOMENTS})
+    for _ in range(engine.gradient_accumulation_steps() if trains is None else 0):
+        with moment("forward"):
+            loss = forward(engine)
+        with moment("backward"):
+            engine.backward(loss)
+            del loss
+        with moment("step"):
+            engine.step()
+    if engine.optimizer is not None:
+        engine.optimizer.settle()
+    engine._context.device.num_steps += 1
+    return peaks, highest[1]
+
+
+def _costs(engine: Engine, peaks: Numbers, at_peak: Numbers, copies: Numbers) -> StepCosts:
+    report, traffic = engine.memory(), engine.traffic()
+    rest: Counter[str] = Counter()
+    for (state, _, tier), size in report.now.items():
+        rest[f"{state.value} {tier.value}"] += size
+    units = {
+        unit.name or "(root)": sum(group.layout.padded * group.precision.compute.itemsize for group in unit.groups)
+        for unit in engine._scheduler.units
+    }
+    numels = [(group.layout.numel, group.trainable) for unit in engine._scheduler.units for group in unit.groups]
+    return StepCosts(
+        sum(numel for numel, _ in numels),
+        sum(numel for numel, trains in numels if trains),
+        dict(sorted(rest.items())),
+        peaks,
+        at_peak,
+        max(units.items(), key=lambda pair: pair[1], default=("", 0)),
+        {f"{kind.value} {hop}": size for (kind, hop), size in traffic.received.items() if size},
+        {kind.value: number for kind, number in traffic.calls.items() if number},
+        copies,
+    )
+
+
+@contextlib.contextmanager
+def naming_lines() -> Iterator[None]:
+    """Turn the error of a model that asks for values, which do not exist, into one that names its line."""
+    try:
+        yield
+    except (NotImplementedError, RuntimeError) as error:
+        if isinstance(error, ShardwellError) or "meta" not in str(error).lower():
+            raise
+        own = torch.__file__.rsplit("/", 1)[0], shardwell.__file__.rsplit("/", 1)[0]
+        frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(own)]
+        where = f"{frames[-1].filename}:{frames[-1].lineno} ({frames[-1].line})" if frames else "the model"
+        raise ShardwellError(
+            f"{where} asks for the value of a tensor, and a plan has sizes only: {error}. Let the forward not depend "
+            "on values, or plan with a function that leaves that part out."
+        ) from error

@@ -1,0 +1,138 @@
+"""The classes of plans that a search goes through: what two plans have in common that differ in the micro-batch only.
+
+A class is a way to store the states (`sharding/ways.py`) with or without what ZeRO++ adds. Classes that another one
+dominates are not made: with several ranks stage 0 moves what stage 1 moves and stores more; without accumulation stage
+1 moves what stage 2 moves; and ZeRO++ is for several nodes.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from shardwell.config import Config, ConfigBlock, load
+from shardwell.memory import Tier
+from shardwell.memory.machine import SimulatedMachine
+from shardwell.sharding.model_states import TierPlacement
+from shardwell.sharding.ways import Way
+
+NVME = "/nvme"  # the path of simulated drives
+MICRO, TRAIN, ACCUMULATION = "train_micro_batch_size_per_gpu", "train_batch_size", "gradient_accumulation_steps"
+# Placements by stage, from the device down: parameters, then optimizer state.
+_BELOW_3 = [TierPlacement(), TierPlacement(Tier.DEVICE, Tier.HOST), TierPlacement(Tier.DEVICE, Tier.DISK)]
+_AT_3 = [
+    *_BELOW_3[:2],
+    TierPlacement(Tier.HOST, Tier.HOST),
+    TierPlacement(Tier.HOST, Tier.DISK),
+    TierPlacement(Tier.DISK, Tier.DISK),
+]
+_CHOSEN = (
+    "stage",
+    "offload_optimizer",
+    "offload_param",
+    "zero_hpz_partition_size",
+    "zero_quantized_weights",
+    "zero_quantized_gradients",
+)
+
+
+@dataclass(frozen=True)
+class PlanClass:
+    """A way to store states, the ranks of a secondary shard (hpZ), and whether collectives are quantised (qwZ, qgZ)."""
+
+    way: Way
+    hpz: int = 1
+    quantised: bool = False
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether it has nothing of ZeRO++."""
+        return self.hpz == 1 and not self.quantised
+
+    @property
+    def depth(self) -> int:
+        """How far down states are stored: 0 is the device."""
+        return _AT_3.index(self.way.place) if self.way.place in _AT_3 else len(_AT_3)
+
+    def plain(self) -> PlanClass:
+        """Return the class without ZeRO++."""
+        return PlanClass(self.way)
+
+    def config(self, base: Mapping[str, Any], micro_batch: int) -> dict[str, Any]:
+        """Return a configuration of this class, with everything else as in `base`."""
+        zero = {key: value for key, value in base.get("zero_optimization", {}).items() if key not in _CHOSEN}
+        zero |= self.way.config(NVME)
+        if self.hpz > 1:
+            zero["zero_hpz_partition_size"] = self.hpz
+        if self.quantised:
+            zero |= {"zero_quantized_weights": True, "zero_quantized_gradients": True}
+        return {**base, MICRO: micro_batch, "zero_optimization": zero}
+
+    def __str__(self) -> str:
+        words = [str(self.way)]
+        if self.hpz > 1:
+            words.append(f"secondary shards over {self.hpz} ranks (hpZ)")
+        if self.quantised:
+            words.append("quantised collectives (qwZ, qgZ)")
+        return ", ".join(words)
+
+
+def structure_classes(
+    machine: SimulatedMachine, accumulation: int, recomputes: bool | None, *, has_disk: bool
+) -> list[PlanClass]:
+    """Return the classes that may be the fastest, those with states on the device first."""
+    num_ranks = machine.ranks.size
+    per_node = machine.local_world_size(num_ranks)
+    stages = [0] if num_ranks == 1 else [1, 2, 3] if accumulation > 1 else [2, 3]
+    if num_ranks == 1:  # parameters that leave the device take stage 3, also with one rank
+        stages.append(3)
+    found = [
+        one
+        for stage in stages
+        for place in (_AT_3 if stage == 3 else _BELOW_3)
+        if has_disk or Tier.DISK not in place[:2]
+        if num_ranks > 1 or (stage == 3) == (place.parameters is not Tier.DEVICE)
+        for again in ((False, True) if recomputes is None else (recomputes,))
+        for one in _with_zeropp(Way(stage, again, place), num_ranks, per_node)
+    ]
+    return sorted(found, key=lambda one: one.depth)
+
+
+def _with_zeropp(way: Way, num_ranks: int, per_node: int) -> Iterator[PlanClass]:
+    yield PlanClass(way)
+    if way.stage == 3 and 1 < per_node < num_ranks:
+        yield PlanClass(way, per_node)
+        yield PlanClass(way, 1, True)
+        yield PlanClass(way, per_node, True)
+
+
+def minimal(config: Mapping[str, Any], world_size: int) -> dict[str, Any]:
+    """Return the keys of a configuration whose values differ from the defaults; the optimizer stays as it is."""
+    loaded = load(config, world_size=world_size)
+    found: dict[str, Any] = {}
+    for key, value in config.items():
+        block, default = getattr(loaded, key, None), getattr(Config(), key, None)
+        if isinstance(block, ConfigBlock) and isinstance(default, ConfigBlock):
+            found[key] = _differing(value, default)
+        elif value != (1 if key in (MICRO, ACCUMULATION) else default):
+            found[key] = value
+    return {key: value for key, value in found.items() if value != {}}
+
+
+def _differing(given: Mapping[str, Any], default: ConfigBlock) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, value in given.items():
+        usual = getattr(default, key, None)
+        if isinstance(usual, ConfigBlock) and isinstance(value, Mapping):
+            inner = _differing(value, usual)
+            found |= {key: inner} if inner else {}
+        elif value != usual:
+            found[key] = value
+    return found
+
+
+def as_text(config: Mapping[str, Any]) -> str:
+    """Return a configuration as JSON."""
+    return json.dumps(config, indent=2)

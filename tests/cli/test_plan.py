@@ -1,0 +1,193 @@
+"""`shardwell plan`, as a user runs it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from shardwell.cli import app
+from shardwell.errors import ShardwellError
+from shardwell.plan.decoder import Decoder, DecoderSizes
+from shardwell.plan.devices import gpu, gpus
+from shardwell.plan.models import PRESETS, sizes_of
+
+LLAMA: dict[str, Any] = {
+    "model_type": "llama",
+    "num_hidden_layers": 2,
+    "hidden_size": 64,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 128,
+    "vocab_size": 100,
+}
+
+
+def written(path: Path, **changes: Any) -> Path:
+    file = path / "config.json"
+    file.write_text(json.dumps({key: value for key, value in {**LLAMA, **changes}.items() if value is not None}))
+    return file
+
+
+def planned(*arguments: str) -> tuple[int, str]:
+    result = CliRunner().invoke(app, ["plan", *arguments])
+    if isinstance(result.exception, ShardwellError):
+        return 2, str(result.exception)
+    return result.exit_code, result.output
+
+
+def test_a_configuration_of_hugging_face_is_planned_as_json_and_as_text(tmp_path: Path) -> None:
+    written(tmp_path)
+    code, text = planned(str(tmp_path), "--gpus", "4", "--gpu", "t4", "--seq", "32", "--json")
+    assert code == 0
+    found = json.loads(text[text.index("{") :])
+    assert found["fits"] is True
+    assert found["num_parameters"] == 2 * 100 * 64 + 64 + 2 * (2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 128 + 2 * 64)
+    code, text = planned(str(tmp_path / "config.json"), "--gpus", "4", "--gpu", "t4", "--seq", "32")
+    assert code == 0
+    assert "It fits" in text
+    assert "Assumed:" in text
+
+
+def test_a_page_without_forms_says_why_and_shows_the_plan(tmp_path: Path) -> None:
+    written(tmp_path)
+    page = tmp_path / "plan.html"
+    code, _ = planned(str(tmp_path), "--gpus", "4", "--gpu", "t4", "--seq", "32", "--html", str(page))
+    assert code == 0
+    text = page.read_text()
+    assert "There is no what-if panel: forms are for 2 ranks or more" in text
+    assert '"peaks": {"forward device": "' in text
+    assert "<h2>A step of the plan</h2>" in text
+    code, text = planned(str(tmp_path), "--gpus", "4", "--html", str(tmp_path / "no" / "plan.html"))
+    assert (code, "its folder does not exist" in text) == (2, True)
+
+
+def test_what_does_not_fit_comes_with_the_smallest_change(tmp_path: Path) -> None:
+    wide = written(tmp_path, hidden_size=8192, intermediate_size=32768, num_attention_heads=64, num_key_value_heads=8)
+    code, text = planned(str(wide), "--gpus", "8", "--gpu", "t4", "--stage", "0", "--seq", "32", "--json")
+    found = json.loads(text[text.index("{") :])
+    assert code == 1
+    assert found["fits"] is False
+    assert found["smallest_change"]["words"] == "stage 1"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("no-such-model",), "no model is known as 'no-such-model'"),
+        (("lama-3-8b",), "Did you mean llama-3-8b"),
+        (("llama-3-8b", "--gpu", "h1000"), "no GPU is known as 'h1000'"),
+        (("llama-3-8b", "--gpus", "10", "--nodes", "4"), "cannot be divided over 4 nodes evenly"),
+        (("llama-3-8b", "--gpus", "0"), "expected 1 or more"),
+        (("llama-3-8b", "--config", "/nowhere.json"), "no such file"),
+        (("llama-3-8b", "--config", "/dev/zero"), "a device, not a file"),
+        (("/dev/zero",), "/dev/zero: a device, not a file"),
+        (("llama-3-8b", "--machine", "/dev/zero"), "a device, not a file"),
+        (("llama-3-8b", "--seq", "0"), "expected 1 or more"),
+        (("llama-3-8b", "--gpus", "4", "--nodes", "8"), "cannot be divided over 8 nodes evenly"),
+        (("llama-3-8b", "--micro-batch", "0"), "expected 1 or more"),
+        (("llama-3-8b", "--auto", "--stage", "2"), "--auto chooses the stage"),
+        (("llama-3-8b", "--auto", "--explain"), "--explain is about one plan"),
+        (("llama-3-8b", "--stage", "2", "--config", "zero.json"), "write it into zero.json"),
+        (("llama-3-8b", "--host-memory", "much"), "--host-memory"),
+        (("no.such.module:build",), "cannot be imported"),
+        (("tests.support.asking_model:build", "--keep"), "decides it itself"),
+        (
+            ("tests.support.asking_model:build", "--seq", "8"),
+            "asking_model.py:16 (if x.sum().item() > 0:) asks for the value",
+        ),
+        (("tests.support.asking_model:number",), "returned a int, expected a module"),
+        (("tests.support.asking_model:raises",), "raised ValueError: no weights here"),
+        (("tests.support.asking_model:empty",), "returned a Identity without parameters"),
+        (("tests.support.asking_model:constant",), "is a int, expected a function"),
+    ],
+)
+def test_bad_input_is_one_sentence(arguments: tuple[str, ...], says: str) -> None:
+    code, text = planned(*arguments)
+    assert code == 2
+    assert says in text
+    assert "\n" not in text.strip()
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"hidden_size": None}, "has no hidden_size"),
+        ({"hidden_size": -1}, "expected a whole number"),
+        ({"model_type": "alien"}, "model_type is 'alien'"),
+        ({"num_local_experts": 8}, "has experts"),
+        ({"num_attention_heads": 5}, "cannot be divided into 5 heads"),
+    ],
+)
+def test_a_wrong_configuration_is_one_sentence(tmp_path: Path, changes: dict[str, Any], says: str) -> None:
+    with pytest.raises(ShardwellError, match=says):
+        sizes_of(str(written(tmp_path, **changes)))
+
+
+def test_every_figure_of_a_gpu_has_a_source() -> None:
+    assert {"a100-80gb", "h100-80gb", "h200", "b200", "mi300x", "rtx-4090", "rtx-5090", "l40s", "t4"} <= set(gpus())
+    for one in gpus().values():
+        for figure in (one.memory_mib, one.matmul_tflops, one.gpu_link_gbs):
+            assert figure.value > 0
+            assert figure.source
+            assert 2015 < figure.year < 2030
+            assert figure.kind in ("measured", "stated")
+    assert gpu("H100").key == "h100-80gb"
+
+
+def billions_of(sizes: DecoderSizes) -> float:
+    with torch.device("meta"):
+        one, two = (Decoder(replace(sizes, layers=layers)) for layers in (1, 2))
+    first, second = (sum(parameter.numel() for parameter in model.parameters()) for model in (one, two))
+    return (first + (sizes.layers - 1) * (second - first)) / 1e9
+
+
+def test_presets_have_the_sizes_of_their_names() -> None:
+    for name in ("turing-nlg-17b", "bloom-176b", "mt-nlg-530b", "llama-2-7b", "llama-3-70b", "qwen2.5-72b"):
+        assert billions_of(PRESETS[name]) == pytest.approx(float(name.split("-")[-1].rstrip("b")), rel=0.05), name
+
+
+def test_the_fastest_plan_comes_with_a_configuration_that_can_be_planned(tmp_path: Path) -> None:
+    written(tmp_path)
+    code, text = planned(str(tmp_path), "--gpus", "2", "--gpu", "t4", "--seq", "32", "--auto", "--keep", "--json")
+    assert code == 0
+    found = json.loads(text[text.index("{") :])
+    assert found["plan"]["fits"] is True
+    assert found["runners_up"] is not None
+    assert all(one["why"] for one in found["dropped"])
+    file = tmp_path / "zero.json"
+    file.write_text(json.dumps(found["config"]))
+    code, text = planned(str(tmp_path), "--gpus", "2", "--gpu", "t4", "--seq", "32", "--keep", "--config", str(file))
+    assert code == 0
+    assert "It fits" in text
+
+
+def test_a_stage_that_initialize_would_choose_is_not_planned(tmp_path: Path) -> None:
+    written(tmp_path)
+    (tmp_path / "zero.json").write_text(json.dumps({"zero_optimization": {"stage": "auto"}}))
+    code, text = planned(str(tmp_path), "--gpus", "2", "--config", str(tmp_path / "zero.json"))
+    assert code == 2
+    assert "let shardwell plan --auto choose" in text
+
+
+def test_a_batch_of_all_ranks_that_is_asked_for_is_planned(tmp_path: Path) -> None:
+    written(tmp_path)
+    (tmp_path / "zero.json").write_text(json.dumps({"train_batch_size": 8, "zero_optimization": {"stage": 1}}))
+    code, text = planned(str(tmp_path), "--gpus", "2", "--seq", "8", "--config", str(tmp_path / "zero.json"), "--json")
+    assert code == 0
+    assert json.loads(text[text.index("{") :])["config"]["train_micro_batch_size_per_gpu"] == 4
+
+
+def test_questions_are_answered_in_words_and_in_figures(tmp_path: Path) -> None:
+    written(tmp_path)
+    code, text = planned(str(tmp_path), "--gpus", "2", "--gpu", "t4", "--seq", "128", "--explain", "--json")
+    assert code == 0
+    answers = json.loads(text[text.index("{") :])["answers"]
+    assert len(answers) == 7
+    assert all(one["question"].endswith("?") and one["words"].endswith(".") for one in answers)
+    assert next(one for one in answers if "largest micro-batch" in one["question"])["micro_batch"] > 1

@@ -1,0 +1,95 @@
+"""2, 3 and 4 NCCL ranks on one GPU: they follow plain PyTorch, their checkpoints fit other ranks, no host waits.
+
+`.ci/gpu FOLDER ranks` runs what is marked `ranks`. To NCCL each rank is a host of its own; they talk through sockets.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+import shardwell
+from tests.support.checkpoint_legs import Leg, run_leg
+from tests.support.internals import board_of
+from tests.support.models import Gpt, batches, share, zero
+from tests.support.rank_matrix import complaints, run_all
+from tests.support.ranks import Ranks
+from tests.support.training import ROWS, Case, all_sharded, distance, plainly
+
+pytestmark = [pytest.mark.gpu, pytest.mark.ranks, pytest.mark.timeout(300)]
+
+CASE = Case(dtype=torch.float32, groups=True, options={"lr": 1e-2, "weight_decay": 0.1})
+HOST = {"zero_optimization": {"offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}}
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_every_tier_codec_and_precision_follows_plain_pytorch(nccl_ranks: Ranks, tmp_path: Path, stage: int) -> None:
+    for num_ranks in (2, 4) if stage == 3 else (2,):
+        for found in nccl_ranks.run(num_ranks, run_all, stage, str(tmp_path)):
+            assert not (wrong := list(complaints(stage, found))), "\n".join(wrong)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3, 4])
+def test_fp64_parameters_agree_to_1e_10(nccl_ranks: Ranks, num_ranks: int) -> None:
+    cases = [Case(5, clip=0.5, groups=True), Case(4, accumulation=2)]
+    for stage in (1, 2, 3) if num_ranks == 2 else (3,):
+        for case, found in zip(cases, nccl_ranks.run(num_ranks, all_sharded, cases, stage)[0], strict=True):
+            difference, name = distance(found, plainly(case)[0])
+            assert difference < 1e-10, f"{case}, stage {stage}: {name} differs by {difference}"
+
+
+def check_equal(found: dict[str, Any], expected: dict[str, Any]) -> None:
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        assert np.array_equal(found[name], value), name
+
+
+@pytest.mark.parametrize("offload", [{}, HOST], ids=["device", "host"])
+def test_a_checkpoint_of_4_nccl_ranks_loads_at_2_and_3_and_on_cpu_ranks(
+    nccl_ranks: Ranks, ranks: Ranks, tmp_path: Path, offload: dict[str, Any]
+) -> None:
+    config = {"bf16": {"enabled": True}, **offload}
+    first = Leg(3, 0, 2, CASE, config, loads=False, options={"asynchronous": True})
+    saved = nccl_ranks.run(4, run_leg, first, str(tmp_path))[0]
+    for pool, num_ranks in ((nccl_ranks, 2), (nccl_ranks, 3), (ranks, 2)):
+        for answer in pool.run(num_ranks, run_leg, Leg(3, 2, 3, CASE, config, saves=False), str(tmp_path)):
+            check_equal(answer["loaded"], saved["ended"])
+
+
+def steps_without_waits(stage: int, config: dict[str, Any]) -> dict[str, Any]:
+    """Train while torch raises at every call that makes the host wait for the device; count what the store is asked."""
+    torch.manual_seed(0)
+    model = Gpt(width=64, blocks=4)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+    engine = shardwell.initialize(model=model, optimizer=optimizer, config=zero(stage, **config)).engine
+    mine = [share(batch, dist.get_rank(), dist.get_world_size()).cuda() for batch in batches(6, ROWS)]
+    asked: list[str] = []
+
+    def step(batch: torch.Tensor) -> torch.Tensor:
+        loss = engine(batch)
+        engine.backward(loss)
+        engine.step()
+        return loss.detach()
+
+    losses = [step(batch) for batch in mine[:3]]
+    board = board_of(engine)
+    board._ask = lambda call, *args: asked.append(str(args))  # type: ignore[method-assign]
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        losses += [step(batch) for batch in mine[3:]]
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    return {"asked": asked, "finite": bool(torch.stack(losses).isfinite().all())}
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_the_host_waits_for_nothing_in_a_steady_step(nccl_ranks: Ranks, stage: int) -> None:
+    for precision in ({}, {"bf16": {"enabled": True}}):
+        for found in nccl_ranks.run(2, steps_without_waits, stage, {**precision, "gradient_clipping": 1.0}):
+            assert found == {"asked": [], "finite": True}

@@ -1,0 +1,35 @@
+"""Models that come cut as DTensors, by torch's `parallelize_module`: the numbers of one process, at every stage."""
+
+from __future__ import annotations
+
+import pytest
+import torch.distributed as dist
+
+from tests.support.dtensor_models import dtensors_follow
+from tests.support.ranks import Ranks
+from tests.support.tensor_models import TensorCase, plainly
+from tests.support.training import distance
+
+KINDS = ["plain", "sequence", "loss"]
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_dtensors_follow_one_process(ranks: Ranks, stage: int) -> None:
+    case = TensorCase()
+    for found in ranks.run(4, dtensors_follow, case, KINDS, stage)[::3]:
+        for kind, values in zip(KINDS, found, strict=True):
+            difference, name = distance(values, plainly(case))
+            assert difference < 1e-10, f"{kind}: {name} differs by {difference}"
+
+
+def after_other_groups(num_groups: int, case: TensorCase) -> int:
+    """Make groups first, so that those of the mesh get other names than in the job before."""
+    for _ in range(num_groups):
+        dist.new_group(list(range(dist.get_world_size())))
+    return len(dtensors_follow(case, ["plain"], 0))
+
+
+def test_meshes_of_an_earlier_process_group_are_forgotten(ranks: Ranks) -> None:
+    """torch's caches of DTensor operations return the mesh of the first job, which is equal, and has no groups left."""
+    for num_groups in (3, 0):
+        assert ranks.run(4, after_other_groups, num_groups, TensorCase(steps=1)) == [1] * 4

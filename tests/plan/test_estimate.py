@@ -1,0 +1,191 @@
+"""Plans by the engine's own code: formulas of the literature, extrapolation over depth, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import shardwell
+from shardwell import checkpointing
+from shardwell.memory import Tier
+from shardwell.plan import BlockModel, PlanReport, SimulatedMachine, SimulatedRanks, estimate, tokens
+from shardwell.plan.decoder import Decoder, DecoderSizes
+from shardwell.plan.estimate import _run
+from shardwell.plan.models import PRESETS, decoder
+
+SMALL = DecoderSizes(16, 64, 4, 100, mlp=128, kv_heads=2, gated=True)
+
+
+def config(stage: int, **more: Any) -> dict[str, Any]:
+    zero = {"stage": stage, "stage3_param_persistence_threshold": 0, **more.pop("zero", {})}
+    adam = {"type": "AdamW", "params": {"lr": 1e-4}}
+    return {
+        "train_micro_batch_size_per_gpu": 1,
+        "bf16": {"enabled": True},
+        "zero_optimization": zero,
+        "optimizer": adam,
+        **more,
+    }
+
+
+def machine(ranks: int, per_node: int = 8, **more: Any) -> SimulatedMachine:
+    return SimulatedMachine(ranks=SimulatedRanks(0, ranks, per_node), **more)
+
+
+# Bytes per parameter of each rank that the ZeRO paper's table (figure 1 and section 5) has: 2 for parameters, 2 for
+# gradients, 12 for optimizer state, each divided by the ranks as the stage says. Gradients are gone between steps here.
+@pytest.mark.parametrize("ranks", [1, 4, 64, 1024])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_states_of_7_5b_follow_the_table_of_the_zero_paper(stage: int, ranks: int) -> None:
+    model = decoder("7.5B", PRESETS["zero-7.5b"], 1, 16, recomputes=True)
+    report = estimate(model, config(stage), machine(ranks))
+    size = report.costs.num_parameters
+    assert 7.3e9 < size < 7.6e9
+    shared = ranks if stage else 1
+    # bf16 parameters are the upper half of their fp32 masters: 4 + 8 bytes with the moments, and not 2 + 12
+    expected = {0: 12 * size, 1: 2 * size + 10 * size / shared, 2: 2 * size + 10 * size / shared, 3: 12 * size / shared}
+    assert report.at_rest(Tier.DEVICE) == pytest.approx(expected[stage], rel=0.001)
+
+
+@pytest.mark.parametrize(
+    ("stage", "zero"),
+    [
+        (2, {}),
+        (3, {}),
+        (3, {"zero_quantized_weights": True, "zero_quantized_gradients": True, "zero_hpz_partition_size": 2}),
+        (2, {"offload_optimizer": {"device": "cpu"}}),
+    ],
+)
+@pytest.mark.parametrize("recomputes", [False, True])
+def test_a_few_blocks_predict_all(stage: int, zero: dict[str, Any], recomputes: bool) -> None:
+    sizes = replace(SMALL, layers=36)
+    model = decoder("small", sizes, 1, 32, recomputes=recomputes)
+    asked = config(stage, zero=zero, shardwell={"bundle_size": 0})  # how many small blocks a bundle has depends on all
+    few = estimate(model, asked, machine(4, 2))
+    assert any("identical blocks" in note for note in few.notes)
+    whole, _ = _run(model.build(36), asked, machine(4, 2), model.inputs, None)
+    assert few.costs.rest == whole.rest
+    assert few.costs.traffic == whole.traffic
+    assert few.costs.calls == whole.calls
+    assert few.costs.copies == whole.copies
+    for key, size in whole.peaks.items():
+        assert few.costs.peaks[key] == pytest.approx(size, rel=0.001)
+
+
+def test_planning_takes_no_longer_for_more_ranks() -> None:
+    model = decoder("small", SMALL, 1, 32, recomputes=True)
+    seconds: dict[int, float] = {}
+    for ranks in (64, 64, 65_536):  # the first run imports
+        begin = time.process_time()
+        report = estimate(model, config(3), machine(ranks))
+        seconds[ranks] = time.process_time() - begin
+        assert report.num_ranks == ranks
+    assert seconds[65_536] < 3 * seconds[64] + 2
+
+
+def test_activations_are_kept_unless_blocks_are_recomputed() -> None:
+    kept, again = (
+        estimate(decoder("m", SMALL, 2, 64, recomputes=recomputes), config(3), machine(4)).costs.at_peak["activations"]
+        for recomputes in (False, True)
+    )
+    assert again < kept / 2
+
+
+def test_attention_makes_no_matrix_of_scores() -> None:
+    sizes = replace(SMALL, layers=4)
+    short, long = (
+        estimate(decoder("m", sizes, 1, length, recomputes=False), config(2), machine(2)).costs.at_peak["activations"]
+        for length in (1024, 2048)
+    )
+    assert long < 2.1 * short
+
+
+class KeepsInputs(Decoder):
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        for block in self.blocks:
+            x = checkpointing.checkpoint(block, x)
+        return self.head(self.norm(x)).float().mean()
+
+
+def test_inputs_of_checkpoints_are_counted_where_they_are() -> None:
+    with torch.device("meta"):
+        model = KeepsInputs(replace(SMALL, layers=8))
+
+    def planned(on_host: bool) -> PlanReport:
+        asked = config(3, activation_checkpointing={"cpu_checkpointing": on_host})
+        return estimate(model, asked, machine(4), (tokens(2, 512),))
+
+    kept, sent = planned(False), planned(True)
+    inputs = 8 * 2 * 512 * SMALL.hidden * 2
+    assert (kept.peak(Tier.HOST), sent.peak(Tier.HOST)) == (0, inputs)
+    at_most = inputs // 8 * 3  # the one that is used, one that leaves, and one that comes back ahead
+    assert inputs - at_most <= kept.peak(Tier.DEVICE) - sent.peak(Tier.DEVICE) <= inputs
+
+
+def test_a_module_with_bytes_is_planned_and_left_as_it_is() -> None:
+    model = nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 1))
+    before = [parameter.clone() for parameter in model.parameters()]
+    report = estimate(model, config(3), machine(2), (torch.zeros(4, 8),), loss=lambda out: out.sum())
+    assert report.costs.num_parameters == sum(parameter.numel() for parameter in before)
+    assert all(torch.equal(one, other) for one, other in zip(before, model.parameters(), strict=True))
+    assert not any(parameter.is_meta for parameter in model.parameters())
+
+
+class AsksForValues(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.sum().item() > 0:
+            x = -x
+        return self.layer(x).sum()
+
+
+def test_a_model_that_asks_for_values_is_told_its_line() -> None:
+    with pytest.raises(shardwell.ShardwellError, match=r"test_estimate\.py:\d+ .*item.*asks for the value"):
+        estimate(AsksForValues(), config(2), machine(2), (torch.zeros(2, 4),))
+
+
+def test_fused_updates_that_a_configuration_asks_for_are_planned() -> None:
+    def planned(**options: bool) -> int:
+        asked = config(2, optimizer={"type": "AdamW", "params": {"lr": 1e-4, **options}})
+        return estimate(nn.Linear(64, 64), asked, machine(2), (torch.zeros(2, 64),), torch.sum).peak(Tier.DEVICE)
+
+    assert planned(fused=True) == planned()
+
+
+def test_what_cannot_be_planned_is_refused() -> None:
+    with pytest.raises(shardwell.ShardwellError, match="inputs of one micro-step"):
+        estimate(nn.Linear(4, 4), config(2), machine(2))
+    with pytest.raises(shardwell.ShardwellError, match="no loss was found"):
+        estimate(nn.Linear(4, 4), config(2), machine(2), (torch.zeros(2, 4),))
+    with pytest.raises(shardwell.ShardwellError, match="expected 1 or more"):
+        tokens(0, 8)
+
+
+def test_a_plan_that_the_engine_would_refuse_says_so_with_numbers() -> None:
+    zero = {"offload_optimizer": {"device": "cpu"}}
+    model = decoder("m", SMALL, 1, 32, recomputes=True)
+    report = estimate(model, config(2, zero=zero), machine(2, host_bytes=1000.0))
+    assert not report.fits
+    assert "does not fit" in report.sentence()
+    assert any("would refuse to start" in note for note in report.assumptions)
+
+
+def test_reports_are_text_json_and_html() -> None:
+    model = BlockModel("tiny", 2, lambda layers: Decoder(replace(SMALL, layers=layers)).to("meta"), (tokens(1, 8),))
+    report = estimate(model, config(3), machine(4, device_bytes=1e9))
+    found = json.loads(report.json())
+    assert found["fits"] is True
+    assert found["ranks"] == 4
+    assert found["rest"]["parameters device"] == report.costs.rest["parameters device"]
+    assert "peak in backward" in str(report)
+    assert report._repr_html_().startswith("<pre>")

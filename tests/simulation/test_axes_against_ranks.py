@@ -1,0 +1,126 @@
+"""Ranks of tensor, pipeline and sequence axes count in a simulation what they count in real processes."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import shardwell
+from benchmarks.case_studies import PLAN, CaseStudy, built, loss_of
+from shardwell.memory import StateKind, Tier
+from shardwell.memory.machine import SimulatedMachine, SimulatedRanks, simulated
+from tests.support.internals import memory_stats_of
+from tests.support.ranks import Ranks
+from tests.support.sequence_models import TOKENS, VOCABULARY, Decoder
+
+pytestmark = pytest.mark.slow
+
+SMALL = CaseStudy("small", 4, 32, 4, 48, 8, 2, 2, 2, 1, 1, 1, 0, "")
+TENSOR = {"tensor_parallel": {"autotp_size": 2, "plan": {**PLAN, "5.1": "colwise_gather_output"}}}
+PIPE = {"pipeline": {"stages": 2, "partition": "uniform"}}
+CASES: dict[str, tuple[int, int, dict[str, Any]]] = {  # ranks, stage, axes
+    "tp2": (2, 0, TENSOR),
+    "pp2": (2, 0, PIPE),
+    "tp2 x ZeRO 2": (4, 2, TENSOR),
+    "tp2 x ZeRO 3": (4, 3, TENSOR),
+    "pp2 x ZeRO 1": (4, 1, PIPE),
+    "tp2 x pp2": (4, 0, {**TENSOR, **PIPE}),
+    "Ulysses 2": (2, 3, {"sequence_parallel_size": 2}),
+    "Ulysses 2 x ZeRO 2": (4, 2, {"sequence_parallel_size": 2}),
+}
+
+
+def counted(name: str, device: str) -> dict[str, Any]:
+    """What a rank holds after each step and at its peak, and what it received in the last one, by axis."""
+    _, stage, axes = CASES[name]
+    torch.manual_seed(0)
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": 2,
+        "bf16": {"enabled": True},
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
+        **axes,
+    }
+    model: Any = _model(name, device)
+    engine: Any = shardwell.initialize(model=model, config=config, device=device).engine
+    if "pipeline" in axes:
+        engine.expect_hidden(torch.empty(2, SMALL.sequence, SMALL.width, dtype=torch.bfloat16, device=device))
+    rest, peaks = [], []
+    for _ in range(3):
+        memory_stats_of(engine).reset_peak()
+        _step(name, engine, device)
+        report = engine.memory()
+        rest.append({f"{s.value} {u} {t.value}": size for (s, u, t), size in report.now.items() if size})
+        peaks.append({state.value: report.total(state, tier=Tier.DEVICE, at_peak=True) for state in StateKind})
+    traffic = engine.traffic()
+    received = {f"{kind.value} {hop}": size for (kind, hop), size in traffic.received.items() if size}
+    found = {
+        "rest": rest,
+        "peaks": peaks,
+        "traffic": received,
+        "by axis": {str(axis): int(size) for axis, size in traffic.by_axis().items()},
+    }
+    engine.destroy()
+    return found
+
+
+def _model(name: str, device: str) -> Any:
+    if name.startswith("Ulysses"):
+        with torch.device(device):
+            return Decoder()
+    model: nn.Module = built(SMALL)
+    if device != "meta":
+        model = model.to_empty(device=device)
+        for parameter in model.parameters():
+            nn.init.normal_(parameter, std=0.02)
+        model[-1][1].weight = model[0].weight
+    return shardwell.pipeline.split(model, loss_fn=loss_of) if "pp2" in name else model
+
+
+def _step(name: str, engine: Any, device: str) -> None:
+    if name.startswith("Ulysses"):
+        part = TOKENS // 2
+        ids, places = (torch.zeros(2, part, dtype=torch.long, device=device) for _ in range(2))
+        if device != "meta":
+            places += torch.arange(part) + dist.get_rank() % 2 * part
+        for _ in range(2):
+            logits: Tensor = engine(ids, places)
+            engine.backward(F.cross_entropy(logits.view(-1, VOCABULARY).float(), ids.view(-1)))
+            engine.step()
+        return
+    ids = torch.zeros(2, SMALL.sequence, dtype=torch.long, device=device)
+    if "pp2" in name:
+        engine.train_batch(iter([(ids, ids)] * 2))
+        return
+    for _ in range(2):
+        engine.backward(loss_of(engine(ids), ids))
+        engine.step()
+
+
+def on_rank(names: list[str]) -> list[Any]:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    os.environ.update(LOCAL_WORLD_SIZE=str(size), LOCAL_RANK=str(rank))
+    found = []
+    for name in names:
+        real = counted(name, "cpu")
+        with simulated(SimulatedMachine(has_gpus=False, ranks=SimulatedRanks(rank, size, size, "gloo"))):
+            found.append((real, counted(name, "meta")))
+    return found
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_a_simulated_rank_of_an_axis_counts_what_a_real_one_counts(size: int, ranks: Ranks) -> None:
+    names = [name for name, (number, _, _) in CASES.items() if number == size]
+    answers = ranks.run(size, on_rank, names, limit=240)
+    for rank, pairs in enumerate(answers):
+        for name, (real, plan) in zip(names, pairs, strict=True):
+            for what in ("traffic", "by axis", "rest", "peaks"):
+                assert plan[what] == real[what], f"{name}, rank {rank}: {what}"
+            assert plan["rest"][-1] == plan["rest"][-2]
