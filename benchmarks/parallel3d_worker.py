@@ -332,6 +332,7 @@ def main() -> None:
     faulthandler.dump_traceback_later(spec["patience"], exit=False)  # where it waits, if it does
     # A receive that waits must not share a hardware queue with the collective that its sender waits for.
     os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = str(spec["queues"])
+    os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # matrix products give the same bits in each run
     os.environ["SHARDWELL_DEVICE"] = "cuda:0" if spec["device"] == "cuda" else "cpu"
     if spec["device"] == "cuda":
         torch.cuda.set_device(0)
@@ -345,6 +346,7 @@ def main() -> None:
         begin = time.perf_counter()
         step, whole, end = ENGINES[case["engine"]](case)
         if case["precision"] == "fp64":
+            torch.use_deterministic_algorithms(True, warn_only=True)  # bits are compared with those of another run
             figures = compared(case, step, whole)
         else:
             for number in range(case["warm_up"]):

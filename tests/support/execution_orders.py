@@ -44,7 +44,7 @@ def lifting(lifts: bool = True) -> Iterator[list[str]]:
     lift, expect = TieredStorage.prefetch_to_device, SwappedShard.expect
 
     def noted(shard: TieredStorage) -> bool:
-        is_lifted = lift(shard)
+        is_lifted = lifts and lift(shard)
         lifted.extend([shard._name] * is_lifted)
         return is_lifted
 
@@ -55,7 +55,8 @@ def lifting(lifts: bool = True) -> Iterator[list[str]]:
         return is_asked
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Device, "has_device_memory", lifts)
+        if lifts:  # also on a CPU, whose host memory then takes the device's place
+            patch.setattr(Device, "has_device_memory", True)
         patch.setattr(TieredStorage, "prefetch_to_device", noted)
         patch.setattr(SwappedShard, "expect", at_once)
         yield lifted

@@ -25,7 +25,7 @@ class Peers:
         self.failures = [PeerFailures(rank, (0, 1), lambda rank=rank: self.cut.append(rank)) for rank in (0, 1)]
         for one in self.failures:
             board = RankStore(self.store, lambda error: ShardwellError(str(error)))
-            one.use_store(self.store, board, SimpleNamespace(lost=list))  # type: ignore[arg-type]
+            one.use_store(self.store, board, SimpleNamespace(lost=list), lambda: 5)  # type: ignore[arg-type]
 
     def agreement(self, num_announced: int, behind: dict[int, Heartbeat] | None = None) -> Any:
         tokens = SimpleNamespace(num_announced=num_announced, last="GATHER blocks.1")
@@ -48,7 +48,7 @@ def test_a_failure_of_another_rank_is_noted_and_the_communicators_are_aborted() 
 def test_a_rank_that_ended_is_missed_only_by_what_it_would_have_to_bring() -> None:
     peers = Peers()
     watch = device_watch.DeviceWatch(peers.store)
-    peers.failures[1].end("finished after 3 batches", 5)
+    peers.failures[1].end("finished after 3 batches")
     watch.look(peers.agreement(5))
     with pytest.raises(PeerError, match="rank 1 finished after 3 batches; rank 0 goes on"):
         watch.look(peers.agreement(6))

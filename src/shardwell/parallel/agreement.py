@@ -138,7 +138,8 @@ class Agreement:
         self.store = signed_where_secret(dist.distributed_c10d.PrefixStore(prefix, store), prefix, self.rank)
         self._board = RankStore(self.store, self.failures.without_store)
         self._pulse = Heartbeats(self, number, self.rank, self.size, self.store, store)
-        self.failures.use_store(self.store, self._board, self._pulse)
+        tokens = self.tokens
+        self.failures.use_store(self.store, self._board, self._pulse, lambda: tokens.num_announced)
 
     def announce(self, token: str) -> None:
         """Announce the next token; raise before a mismatched collective.
@@ -312,7 +313,7 @@ class Agreement:
 
     def end(self, words: str, *, is_exit: bool = False) -> None:
         """Leave a message that this rank takes part in nothing more, see `PeerFailures.end`."""
-        self.failures.end(words, self.tokens.num_announced, is_exit=is_exit)
+        self.failures.end(words, is_exit=is_exit)
 
     def meet_after_failure(self, state: str, *, is_updating: bool) -> str | None:
         """Meet the other ranks, each of which must have raised the error, and open a new table; or say why not.

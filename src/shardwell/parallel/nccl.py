@@ -9,13 +9,14 @@ whose connections are intact. The next call of the engine then raises the first 
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import os
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 _HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
@@ -37,25 +38,34 @@ def keeping_the_process() -> Iterator[None]:
 
 
 def abort_groups(groups: Sequence[Any]) -> None:
-    """Abort the communicators of these process groups; their kernels end with garbage.
+    """Abort the communicators of these process groups, all at the same time; their kernels end with garbage.
+
+    An abort frees memory of the device, which waits for all kernels on it, also for those of communicators that are not
+    aborted yet. One abort after the other would so wait for its time limit, and torch makes each in a thread of its
+    own, where NCCL does not see that they form a group.
 
     It may be called by any thread while others wait for the device. An abort that hangs itself is left behind.
     """
     found = list(dict.fromkeys(group for group in groups if group is not None))
     if not found or not dist.is_initialized():
         return
-    thread = threading.Thread(target=_abort, args=(found,), name="shardwell aborts", daemon=True)
-    thread.start()
-    thread.join(_LONGEST)
+    threads = [threading.Thread(target=_abort, args=(group,), name="shardwell aborts", daemon=True) for group in found]
+    for thread in threads:
+        thread.start()
+    _threads.extend(threads)
+    _join(threads)
 
 
-def _abort(groups: Sequence[Any]) -> None:
-    """Abort all of them as one NCCL group: one after the other they may wait for each other's kernels."""
+def _abort(group: Any) -> None:
     with contextlib.suppress(Exception):  # it may be aborted already, and the first cause is known
-        backend = groups[0]._get_backend(torch.device("cuda"))
-        backend._group_start()
-        try:
-            for group in groups:
-                group.abort()
-        finally:
-            backend._group_end()
+        group.abort()
+
+
+def _join(threads: Sequence[threading.Thread]) -> None:
+    end = time.monotonic() + _LONGEST
+    for thread in threads:
+        thread.join(max(0.0, end - time.monotonic()))
+
+
+_threads: list[threading.Thread] = []
+atexit.register(_join, _threads)  # a thread inside torch when Python ends would end the process by a signal

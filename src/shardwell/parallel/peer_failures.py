@@ -27,6 +27,36 @@ _NO_RETURN = (
 )
 
 
+class Departure:
+    """What the other ranks must know when this rank's process ends, also if its engine is gone by then.
+
+    It holds nothing of the engine but a count, so that it may be kept until the process ends.
+    """
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+        self._store: Any = None
+        self._num_announced: Callable[[], int] = lambda: 0
+        self.is_over = False  # this rank takes part in no more collectives, and has said so
+
+    def use_store(self, store: Any, num_announced: Callable[[], int]) -> None:
+        """Leave the message in this store, with the number of tokens that this rank has announced by then."""
+        self._store, self._num_announced = store, num_announced
+
+    def leave(self, words: str) -> None:
+        """Leave a message that this rank takes part in nothing more, and how it ended."""
+        self._store.set(f"{_END}/{self._rank}", f"{self._num_announced()} {words}")
+        self._store.set(f"{_END}/{_ANY}", "")  # only now other ranks look for it
+
+    def leave_without_engine(self, words: str) -> None:
+        """Leave the message if nothing was said and no rank has failed; for a process whose engine is gone."""
+        if self._store is not None and not self.is_over:
+            self.is_over = True
+            with contextlib.suppress(Exception):  # the store may have ended with the process that holds it
+                if not self._store.check([_FAILURE]):
+                    self.leave(words)
+
+
 class PeerFailures:
     """The failures and ends of the ranks of one engine. With one rank, or simulated ranks, there is nothing to tell."""
 
@@ -38,17 +68,31 @@ class PeerFailures:
         self._store: Any = None
         self._board: RankStore | None = None
         self._pulse: Heartbeats | None = None
+        self.departure = Departure(rank)
         self.forget()
 
     def forget(self) -> None:
         """Forget what has failed: the engine begins again."""
         self.error: tuple[type[ShardwellError], str] | None = None  # the error itself would keep its frames alive
         self._where = ""  # what this rank itself failed in
-        self.is_over = False  # this rank takes part in no more collectives
+        self.is_over = False
 
-    def use_store(self, store: Any, board: RankStore, pulse: Heartbeats) -> None:
-        """Leave messages in this store, and ask these heartbeats which processes have ended."""
+    @property
+    def is_over(self) -> bool:
+        """Return whether this rank takes part in no more collectives."""
+        return self.departure.is_over
+
+    @is_over.setter
+    def is_over(self, value: bool) -> None:
+        self.departure.is_over = value
+
+    def use_store(self, store: Any, board: RankStore, pulse: Heartbeats, num_announced: Callable[[], int]) -> None:
+        """Leave messages in this store, and ask these heartbeats which processes have ended.
+
+        `num_announced` returns how many tokens this rank has announced. It must not hold the engine.
+        """
         self._store, self._board, self._pulse = store, board, pulse
+        self.departure.use_store(store, num_announced)
 
     # ---------------------------------------------------------------------------------------------------- telling
 
@@ -81,7 +125,7 @@ class PeerFailures:
         if not store.check([f"{_END}/{rank}"]):
             store.compare_set(_FAILURE, "", f"lost {rank} {_gone(rank)}")
 
-    def end(self, words: str, num_announced: int, *, is_exit: bool = False) -> None:
+    def end(self, words: str, *, is_exit: bool = False) -> None:
         """Leave a message that this rank takes part in nothing more, if it has not failed.
 
         The message says how the rank ended, and after how many tokens. `is_exit`: its process ends, too.
@@ -89,8 +133,7 @@ class PeerFailures:
         if self._board is not None:
             with contextlib.suppress(Exception):  # the store may have ended with the process that holds it
                 if self.error is None:
-                    self._board.set(f"{_END}/{self._rank}", f"{num_announced} {words}")
-                    self._board.set(f"{_END}/{_ANY}", "")  # only now other ranks look for it
+                    self.departure.leave(words)
                 elif is_exit and not self._board.has(f"{_AFTER}/{self._rank}"):
                     reason = self._first_words(self._board)
                     words = f"the process of rank {self._rank} ended after the failure ({reason})"
