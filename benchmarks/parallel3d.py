@@ -109,6 +109,7 @@ def joined(answers: list[dict[str, Any]]) -> dict[str, Any]:
         "ranks_agree": all(len(bits) == 1 for bits in digests.values()),
         "digests": {name: sorted(bits)[0] for name, bits in digests.items()},
         "seconds": max(one["total_seconds"] for one in answers),
+        "losses": max(one["losses"] for one in answers),
     }
 
 

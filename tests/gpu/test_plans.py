@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 import pytest
@@ -30,6 +31,9 @@ def config(zero: dict[str, Any], **more: Any) -> dict[str, Any]:
 @pytest.mark.parametrize("recomputes", [False, True])
 @pytest.mark.parametrize("zero", [{"stage": 0}, {"stage": 3}, {"stage": 3, "offload_optimizer": {"device": "cpu"}}])
 def test_the_peak_of_the_allocator_is_predicted(zero: dict[str, Any], recomputes: bool) -> None:
+    gc.collect()  # what earlier tests left is on the GPU, too
+    torch._C._cuda_clearCublasWorkspaces()
+    before = torch.cuda.memory_allocated()
     engine = shardwell.initialize(model=Decoder(SIZES, recomputes=recomputes), config=config(zero)).engine
     tokens = torch.randint(0, 4096, (2, 1024), device=engine.device)
     for _ in range(3):
@@ -42,7 +46,7 @@ def test_the_peak_of_the_allocator_is_predicted(zero: dict[str, Any], recomputes
     found = engine.plan((tokens,)).of(Tier.DEVICE)
     assert found.rest == found.counted_rest
     assert found.counted_allocated is not None
-    assert found.allocated == pytest.approx(found.counted_allocated, rel=0.02)
+    assert found.allocated == pytest.approx(found.counted_allocated - before, rel=0.02)
 
 
 def test_a_stage_is_chosen_by_the_memory_of_the_gpu() -> None:

@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 import shardwell
 from shardwell.memory import StateKind, Tier
 from shardwell.memory.machine import SimulatedMachine, SimulatedRanks, simulated
-from shardwell.plan.attention import FusedAttention
+from shardwell.plan.fused_kernels import FusedKernels
 from tests.support.internals import autocast_of, disk_or_none, end_simulated_step, memory_stats_of
 
 STEPS = 3
@@ -217,7 +217,7 @@ def counted(case: PlanCase, folder: str, device: str) -> Counted:
         tokens = torch.zeros(2, 8, dtype=torch.long)
     engine = shardwell.initialize(model=model, config=case.config(folder), device=device).engine
     disk, found = disk_or_none(engine), Counted([], [], [], [], {})
-    kernels = FusedAttention(autocast_of(engine)) if device == "meta" else contextlib.nullcontext()
+    kernels = FusedKernels(autocast_of(engine), has_gpus=False) if device == "meta" else contextlib.nullcontext()
     for _ in range(STEPS):
         memory_stats_of(engine).reset_peak()
         before = (disk.num_read, disk.num_written) if disk is not None else (0, 0)

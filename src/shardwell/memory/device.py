@@ -210,6 +210,10 @@ class Device:
         """Return the device bytes that this process may have beyond those in use now; 0 where this is unknown."""
         return self.machine.available_bytes(self.torch_device)
 
+    def workspace_bytes(self) -> int:
+        """Return the device bytes that matrix products take beside their tensors, see `ThisMachine`."""
+        return self.machine.workspace_bytes(self.torch_device)
+
     def local_gpu_buses(self) -> tuple[int, list[str]] | None:
         """Return this rank's index on its machine and the PCI addresses of all GPUs there; None where there is none."""
         if not self.has_streams:

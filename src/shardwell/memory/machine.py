@@ -21,6 +21,7 @@ from shardwell.memory import limits
 from shardwell.virtual_time.speeds import Speeds
 
 NOT_LIMITED = float(1 << 60)  # bytes
+_WORKSPACE, _LARGE_WORKSPACE = 8_519_680, 33_554_432  # bytes: torch's default for cuBLAS, and that for Hopper and B200
 
 
 class Machine(Protocol):
@@ -41,6 +42,9 @@ class Machine(Protocol):
 
     def unreserved_bytes(self, device: torch.device) -> float:
         """Return the device bytes that this process may have but never reserved so far; 0 where this is unknown."""
+
+    def workspace_bytes(self, device: torch.device) -> int:
+        """Return the device bytes that matrix products take beside their tensors."""
 
     def free_host_bytes(self, local_world_size: int = 1) -> float:
         """Return the bytes of host memory that the ranks of this machine may still allocate together."""
@@ -90,6 +94,16 @@ class ThisMachine:
         free, _ = torch.cuda.mem_get_info(device)
         mine = min(self.capacity_bytes(device), free + torch.cuda.memory_reserved(device))
         return max(0.0, mine - torch.cuda.max_memory_reserved(device))
+
+    def workspace_bytes(self, device: torch.device) -> int:
+        """Return the device bytes that matrix products take beside their tensors.
+
+        Torch gives cuBLAS a workspace for each thread that multiplies: the one of the forward and that of the backward.
+        """
+        if not self.has_own_memory(device):
+            return 0
+        is_large = torch.cuda.get_device_capability(device) in ((9, 0), (10, 0))
+        return 2 * (_LARGE_WORKSPACE if is_large else _WORKSPACE)
 
     def free_host_bytes(self, local_world_size: int = 1) -> float:
         """Return the bytes of host memory that the ranks of this machine may still allocate together."""
@@ -152,6 +166,10 @@ class SimulatedMachine:
     def available_bytes(self, device: torch.device) -> float:
         """Return the bytes of a device: nothing is in use before the engine is built."""
         return self.capacity_bytes(device)
+
+    def workspace_bytes(self, device: torch.device) -> int:
+        """Return 0: plans leave a margin for what libraries take."""
+        return 0
 
     def unreserved_bytes(self, device: torch.device) -> float:
         """Return 0: what a run would leave unreserved is not known, so that nothing is moved to the device later."""

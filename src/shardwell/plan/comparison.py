@@ -23,8 +23,8 @@ from shardwell.errors import ShardwellError
 from shardwell.memory import Tier
 from shardwell.memory.machine import SimulatedMachine, SimulatedRanks, simulated
 from shardwell.memory.statistics import human, render
-from shardwell.plan.attention import FusedAttention
 from shardwell.plan.estimate import Inputs, loss_of
+from shardwell.plan.fused_kernels import FusedKernels
 from shardwell.plan.simulation import MOMENTS, fuse_updates, naming_lines, simulate
 
 _STEPS = 3  # the first allocates state; of the last the peak is read
@@ -113,6 +113,7 @@ def compare(engine: Engine, inputs: Inputs, loss: Callable[[Any], Tensor] | None
     for tier in Tier:
         counted = report.total(tier=tier), report.total(tier=tier, at_peak=True)
         highest = max(costs.peaks.get(f"{moment} {tier.value}", 0) for moment in MOMENTS)
+        highest += engine._context.device.workspace_bytes()
         is_device = tier is Tier.DEVICE
         tiers.append(
             TierComparison(
@@ -191,7 +192,7 @@ def _counted(
         stats = engine._context.memory_stats
         try:
             fuse_updates(engine)
-            with FusedAttention(engine._precision.autocast), naming_lines():
+            with FusedKernels(engine._precision.autocast, has_gpus=machine.has_gpus), naming_lines():
                 for _ in range(_STEPS):
                     stats.reset_peak()
                     for _ in range(engine.gradient_accumulation_steps()):

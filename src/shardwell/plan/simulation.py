@@ -21,7 +21,7 @@ from shardwell.errors import ShardwellError
 from shardwell.memory import StateKind, Tier
 from shardwell.memory.device import observed_statistics
 from shardwell.memory.machine import SimulatedMachine, simulated
-from shardwell.plan.attention import FusedAttention
+from shardwell.plan.fused_kernels import FusedKernels
 from shardwell.plan.live_tensors import LiveTensors
 from shardwell.plan.recording import ACTIVATIONS, ReceivedBytes, Recording
 
@@ -127,9 +127,10 @@ def _measured(
         for unit in engine._scheduler.units:
             recording.groups[unit.name] = [(group.layout.numel, len(group.layout.slots)) for group in unit.groups]
     fuse_updates(engine)
+    kernels = FusedKernels(engine._precision.autocast, has_gpus=device.has_device_memory)
     found: list[StepCosts] = []
     try:
-        with FusedAttention(engine._precision.autocast), naming_lines():
+        with kernels, naming_lines():
             for _ in range(steps):
                 before = (live.to_host, live.to_device, *((disk.num_read, disk.num_written) if disk else (0, 0)))
                 if recording is not None:

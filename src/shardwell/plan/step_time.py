@@ -17,7 +17,7 @@ from shardwell.memory.machine import SimulatedMachine, simulated
 from shardwell.monitor.timeline import Span, Timeline
 from shardwell.parallel.traffic import TrafficKind
 from shardwell.parallel.transport import Work
-from shardwell.plan.attention import FusedAttention
+from shardwell.plan.fused_kernels import FusedKernels
 from shardwell.plan.kernel_times import TimedKernels
 from shardwell.plan.simulation import fuse_updates, naming_lines
 from shardwell.runtime.trace import Trace, TraceAction
@@ -178,7 +178,7 @@ def _of_last_step(engine: Engine, forward: Callable[[Engine], Tensor], clock: Vi
     fuse_updates(engine)
     modes = TimedKernels(clock, device)
     ends, moved, flops = [clock.now().time], [Counter(clock.moved)], 0.0
-    with FusedAttention(), naming_lines(), engine._scheduler.recording(trace):
+    with FusedKernels(has_gpus=device.has_device_memory), naming_lines(), engine._scheduler.recording(trace):
         for _ in range(_STEPS):
             flops = 0.0
             for _ in range(engine.gradient_accumulation_steps()):

@@ -1,12 +1,13 @@
-"""Attention on the meta device as a GPU computes it: fused kernels that keep no matrix of scores.
+"""Attention and norms on the meta device as a GPU computes them, by fused kernels.
 
 On meta tensors torch takes the path that makes all scores. On a GPU, `scaled_dot_product_attention` calls a fused
 kernel that saves queries, keys, values, the result and one number for each query; these have meta forms of their own.
+`rms_norm` on meta tensors makes several tensors in fp32, which a GPU's fused kernel does not.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, cast
 
@@ -17,17 +18,21 @@ from torch.autograd.graph import _engine_run_backward
 from torch.overrides import TorchFunctionMode
 
 
-class FusedAttention(TorchFunctionMode):
-    """Replaces attention on meta tensors by the fused kernel that a GPU would run."""
+class FusedKernels(TorchFunctionMode):
+    """Replaces operations on meta tensors by the fused kernels that a device would run."""
 
-    def __init__(self, autocast: Callable[[], AbstractContextManager[Any]] = nullcontext) -> None:
-        """With `autocast`, forwards that a backward recomputes run in it."""
+    def __init__(
+        self, autocast: Callable[[], AbstractContextManager[Any]] = nullcontext, *, has_gpus: bool = True
+    ) -> None:
+        """With `autocast`, forwards that a backward recomputes run in it. Without GPUs only attention is fused."""
         super().__init__()
-        self._autocast = autocast
+        self._autocast, self._has_gpus = autocast, has_gpus
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is F.scaled_dot_product_attention and args and args[0].is_meta:
             return _attention(*args, **(kwargs or {}))
+        if func in (F.rms_norm, torch.rms_norm) and self._has_gpus and args[0].is_meta:
+            return _rms_norm(*args, **(kwargs or {}))
         if func is Tensor.backward:
             return self._backward(args[:1], (kwargs or {}).get("gradient"), kwargs or {})
         if func is torch.autograd.backward and not (kwargs or {}).get("inputs"):
@@ -70,3 +75,29 @@ def _attention(
     saves = torch.is_grad_enabled() and any(one.requires_grad for one in (query, key, value))
     efficient = torch.ops.aten._scaled_dot_product_efficient_attention
     return cast(Tensor, efficient(query, key, value, attn_mask, saves, dropout_p, is_causal, scale=scale)[0])
+
+
+def _rms_norm(
+    input: Tensor, normalized_shape: Sequence[int], weight: Tensor | None = None, eps: float | None = None
+) -> Tensor:
+    if weight is not None and weight.dtype is not input.dtype:  # torch fuses one dtype
+        return torch.rms_norm(input, list(normalized_shape), weight, eps)
+    return cast(Tensor, _FusedRMSNorm.apply(input, len(normalized_shape), weight))  # type: ignore[no-untyped-call]
+
+
+class _FusedRMSNorm(torch.autograd.Function):
+    """The memory and the bytes moved of the fused kernel, which saves its input and one number for each row.
+
+    Each operation stands for a kernel that reads and writes the same tensors.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, input: Tensor, num_dims: int, weight: Tensor | None) -> Tensor:
+        rows = (*input.shape[: input.dim() - num_dims], *[1] * num_dims)
+        ctx.save_for_backward(input, weight, torch.empty(rows, dtype=torch.float32, device=input.device))
+        return input.neg()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, Tensor | None]:
+        input, weight, _ = ctx.saved_tensors
+        return grad * input, None, None if weight is None else torch.empty_like(weight)
