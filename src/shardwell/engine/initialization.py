@@ -48,7 +48,7 @@ from shardwell.engine.user_data_loader import UserDataLoader, loader_like, with_
 from shardwell.errors import ConfigError, DivergenceError, ShardwellError
 from shardwell.kernels.quantize import Codec
 from shardwell.memory import Device
-from shardwell.memory.local_gpus import default_device
+from shardwell.memory.local_gpus import default_device, device_named
 from shardwell.optim import OptimizerFactory, ShardedOptimizer, factory_for, lr_schedules
 from shardwell.optim.factory import NO_LABEL
 from shardwell.optim.gradient_views import GradientViews
@@ -424,7 +424,7 @@ def _places(
 
 def _device_for(model: nn.Module, device: torch.device | str | None) -> torch.device:
     if device is not None:
-        return torch.device(device)
+        return device_named(device, "initialize(device=...)")
     if any(parameter.is_meta for parameter in model.parameters()):
         return torch.device("meta")
     return default_device()

@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from shardwell.errors import ShardwellError
+
 
 def bus_of(index: int) -> str:
     """Return the PCI address of a GPU; an empty string where torch does not tell."""
@@ -19,12 +21,28 @@ def bus_of(index: int) -> str:
 def default_device() -> torch.device:
     """Return the device of this process: SHARDWELL_DEVICE if set, its own GPU if there is one, else the CPU."""
     if named := os.environ.get("SHARDWELL_DEVICE"):
-        return torch.device(named)
-    if torch.cuda.is_available():
-        index = int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count()
-        torch.cuda.set_device(index)
-        return torch.device("cuda", index)
-    return torch.device("cpu")
+        return device_named(named, "SHARDWELL_DEVICE")
+    return _own_gpu() if torch.cuda.is_available() else torch.device("cpu")
+
+
+def device_named(name: torch.device | str, where: str) -> torch.device:
+    """Return a device that the user has named; `cuda` alone is this process's own GPU. `where` is for the error."""
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise ShardwellError(f"{where}: {str(name)!r} is no device; expected cpu, cuda or cuda:INDEX") from None
+    if device.type != "cuda" or ":" in str(device):
+        return device
+    if not torch.cuda.is_available():
+        raise ShardwellError(f"{where}: {str(name)!r}, but torch {torch.__version__} finds no CUDA device here")
+    return _own_gpu()
+
+
+def _own_gpu() -> torch.device:
+    """Return the GPU of this process, by the launcher's LOCAL_RANK, and make it the current one."""
+    index = int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count()
+    torch.cuda.set_device(index)
+    return torch.device("cuda", index)
 
 
 def num_gpus() -> int:
