@@ -112,6 +112,17 @@ def test_children_inherit_it_and_the_users_own_sitecustomize_still_runs(tmp_path
     assert all(line.startswith("0.19.8+shardwell.") and line.endswith(" ran") for line in lines)
 
 
+def test_programs_find_the_command_of_the_launcher(tmp_path: Path) -> None:
+    """`accelerate launch` starts it by its name for several machines."""
+    command = ["deepspeed", "--no_local_rank", "--launcher", "pdsh", "train.py"]
+    script = tmp_path / "script.py"
+    script.write_text(f"import subprocess, sys\nsys.exit(subprocess.run({command!r}).returncode)")
+    done = run_python(*WAY_IN, script, cwd=tmp_path)
+    assert done.returncode == 2
+    assert "run `shardwell run` once on each node" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
 def test_children_of_an_import_do_not_inherit(tmp_path: Path) -> None:
     look = "import importlib.util as u; print(u.find_spec('deepspeed'))"
     words = f"import subprocess, sys, shardwell.compat.deepspeed\nsubprocess.run([sys.executable, '-c', {look!r}])"
@@ -159,6 +170,8 @@ def test_accelerate_launch_gets_two_ranks_of_gloo_on_a_cpu(tmp_path: Path) -> No
         ),
         (["--hostfile", "hosts"], ["-n", "4", "--nnodes", "2", "--master-addr", "one", "--master-port", "29500"]),
         (["--hostfile", "hosts", "--include", "two:1,3"], ["-n", "2", "--pass-local-rank"]),
+        (["--hostfile", "hosts", "--include", "one:0@two:1,3", "--node_rank", "1"], ["-n", "2", "--nnodes", "2"]),
+        (["--hostfile", "hosts", "--exclude", "two:1", "--no_ssh", "--node_rank=1"], ["-n", "3", "--nnodes", "2"]),
     ],
 )
 def test_the_launchers_options_become_those_of_run(options: list[str], command: list[str], tmp_path: Path) -> None:
@@ -183,11 +196,13 @@ def test_the_launchers_options_become_those_of_run(options: list[str], command: 
         (["--num_nodes", "2"], "--master_addr"),
         (["--hostfile", "none"], "no such file"),
         (["--include", "localhost:0", "--num_gpus", "2"], "keep one kind"),
+        (["--hostfile", "hosts", "--node_rank", "2"], "the hostfile has 2 host(s)"),
     ],
 )
 def test_options_without_a_counterpart_are_refused_with_the_way_out(
     options: list[str], words: str, tmp_path: Path
 ) -> None:
+    (tmp_path / "hosts").write_text("one slots=4\ntwo slots=4\n")
     done = run_python(*WAY_IN, "--launch", *options, "script.py", cwd=tmp_path)
     assert done.returncode == 2
     assert words in done.stderr

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,9 @@ from shardwell.compat.deepspeed_api import config_models as models
 from shardwell.compat.deepspeed_api import constants
 from shardwell.compat.deepspeed_api import runtime_names as names
 from shardwell.compat.deepspeed_api.config_object import DeepSpeedConfig, DtypeEnum
+from shardwell.compat.deepspeed_api.config_reading import for_engine
 from shardwell.compat.deepspeed_api.key_names import KEYS_OF_DEEPSPEED, dotted_keys
+from shardwell.errors import ConfigError
 
 
 class Simple(models.DeepSpeedConfigModel):
@@ -209,3 +212,26 @@ def test_functions_read_one_key_with_deepspeeds_default() -> None:
     assert functions.get_optimizer_params(given) == {"lr": 1.0}
     assert functions.get_scheduler_name(given) is None
     assert len(read.READERS) == len(read.__all__)
+
+
+def test_folders_on_nvme_are_made_and_none_means_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """DeepSpeed makes them, and `accelerate launch` hands the text "none" on in place of its own configuration's."""
+    monkeypatch.setenv("SHARDWELL_NVME_PATH", str(tmp_path / "drive"))
+    user = {
+        "zero_optimization": {
+            "stage": 3,
+            "offload_optimizer": {"device": "nvme", "nvme_path": f"{tmp_path / 'one'},{tmp_path / 'two' / 'three'}"},
+            "offload_param": {"device": "nvme", "nvme_path": "none"},
+        }
+    }
+    zero = for_engine(user).config["zero_optimization"]
+    assert zero["offload_param"]["nvme_path"] == str(tmp_path / "drive")
+    assert user["zero_optimization"]["offload_param"] == {"device": "nvme", "nvme_path": "none"}, "the user's own"
+    assert all((tmp_path / part).is_dir() for part in ("one", "two/three", "drive"))
+    monkeypatch.delenv("SHARDWELL_NVME_PATH")
+    zero = for_engine(user).config["zero_optimization"]
+    assert zero["offload_param"]["nvme_path"] == tempfile.gettempdir()
+    (tmp_path / "file").write_text("")
+    user["zero_optimization"]["offload_param"]["nvme_path"] = str(tmp_path / "file" / "inside")
+    with pytest.raises(ConfigError, match="cannot be made"):
+        for_engine(user)

@@ -96,3 +96,44 @@ def test_units_compiled_by_inductor_train_as_they_do_eagerly(ranks: Ranks) -> No
         assert compiled["breaks"] == {}
         assert compiled["graphs"] == [1] * STEPS
         assert compiled["losses"] == pytest.approx(eager["losses"], rel=1e-4)
+
+
+def train_compiled_by_the_user(stage: int, way: str) -> dict[str, Any]:
+    """Accumulate two micro-batches of unequal size for each step, so that Dynamo compiles while gradients wait."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model: Any = Model().double()
+    config = {**zero(stage), "gradient_accumulation_steps": 2}
+    if way == "whole":
+        model.compile(backend="eager", dynamic=False)
+    elif way == "part":
+        model = nn.Sequential(torch.compile(model, backend="eager", dynamic=False))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    engine, *_ = shardwell.initialize(model=model, optimizer=optimizer, config=config)
+    if way == "engine":
+        engine.compile(backend="eager", dynamic=False)
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    seen = []
+    for rows in (3, 2, 3, 4):
+        loss = engine(torch.randn(rows, WIDTH, generator=generator, dtype=torch.float64))
+        engine.backward(loss)
+        seen.append(engine.is_gradient_accumulation_boundary() or next(model.parameters()).grad is not None)
+        engine.step()
+    assert all(seen), "what waits is in `p.grad` again after the forward"
+    found = {name.removeprefix("0._orig_mod."): value for name, value in whole_parameters(model).items()}
+    engine.destroy()
+    return found
+
+
+def train_in_all_ways(stage: int) -> dict[str, dict[str, Any]]:
+    return {way: train_compiled_by_the_user(stage, way) for way in ("", "whole", "part", "engine")}
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_model_that_the_user_compiled_trains_and_compiles_while_gradients_wait(ranks: Ranks, stage: int) -> None:
+    """Dynamo traced the engine's hooks, and described gradients that stand for others: internal errors of its own."""
+    for found in ranks.run(2, train_in_all_ways, stage):
+        expected = {name: torch.as_tensor(values) for name, values in found.pop("").items()}
+        for way, parameters in found.items():
+            difference, name = distance(parameters, expected)
+            assert difference < 1e-10, f"{way}: {name} differs by {difference}"

@@ -1,10 +1,10 @@
-"""torch.compile for the forwards of units, with unshard and reshard outside of the graphs; and around an engine."""
+"""torch.compile for the forwards of units, with unshard and reshard outside of the graphs; around parts of the model
+that the user compiled; and around an engine."""
 
 from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -12,13 +12,16 @@ from torch import nn
 
 from shardwell.engine.teardown import Teardown
 from shardwell.errors import ShardwellError
-from shardwell.sharding import Unit
+from shardwell.runtime.hooks import keep_out_of_graphs
+from shardwell.runtime.scheduler import Scheduler
 
 
-def compile_units(units: Sequence[Unit], teardown: Teardown, options: dict[str, Any]) -> None:
+def compile_units(scheduler: Scheduler, teardown: Teardown, options: dict[str, Any]) -> None:
     """Compile each unit's own forward, which the teardown keeps; units that contain other units are not compiled."""
+    units = scheduler.units
     if why_not := getattr(teardown.cut, "uncompilable", ""):
         raise ShardwellError(f"compile: {why_not}. Hand the whole model over, with a tensor_parallel.plan.")
+    scheduler.graph.around = scheduler.reducer.views.hidden
     originals = teardown.compiled
     names = [unit.name for unit in units]
     for unit in units:
@@ -27,6 +30,13 @@ def compile_units(units: Sequence[Unit], teardown: Teardown, options: dict[str, 
             for module in unit.spec.modules:
                 originals.setdefault(module, module.forward)
                 module.forward = torch.compile(originals[module], **options)
+
+
+def follow_compiled_parts(model: nn.Module, scheduler: Scheduler) -> None:
+    """Train a model of which the user has compiled parts, or all of it, with `torch.compile` or `module.compile()`."""
+    if any(module._compiled_call_impl is not None or hasattr(module, "_orig_mod") for module in model.modules()):
+        keep_out_of_graphs()
+        scheduler.graph.around = scheduler.reducer.views.hidden
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]

@@ -365,7 +365,7 @@ class Engine(nn.Module):
         Units that contain other units (usually the root) are not compiled. Blocks of one class share one graph.
         """
         options = {"backend": backend, **(compile_kwargs or {}), **kwargs}
-        compile_units(self._scheduler.units, self._teardown, options)
+        compile_units(self._scheduler, self._teardown, options)
 
     @property
     def is_compiled(self) -> bool:

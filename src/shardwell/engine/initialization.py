@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 from shardwell import checkpointing
 from shardwell.config import Config, SchedulerConfig, load
 from shardwell.engine.autotune import autotune
+from shardwell.engine.compilation import follow_compiled_parts
 from shardwell.engine.consistency import before_building, once_built
 from shardwell.engine.data_loader import ShardedLoader
 from shardwell.engine.divergence_advice import divergence_advice
@@ -262,6 +263,7 @@ def _meet_the_user(engine: Engine, scheduler: Scheduler) -> None:
     scheduler.end = when_handed_on(engine)
     if not engine._context.device.is_meta:
         scheduler.reducer.views = GradientViews(engine._context, scheduler.reducer)
+    follow_compiled_parts(engine.module, scheduler)
     scheduler.adopt_units(scheduler.units)
     watch_optimizers()
 

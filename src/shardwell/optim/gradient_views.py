@@ -7,9 +7,11 @@ it. Neither is reported by torch, so the engine checks for both when it is calle
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -74,6 +76,10 @@ class NoGradientViews:
 
     def detach(self, *, has_begun: bool = False) -> None:
         """Do nothing."""
+
+    def hidden(self) -> AbstractContextManager[None]:
+        """Do nothing."""
+        return contextlib.nullcontext()
 
     def clear(self) -> None:
         """Do nothing."""
@@ -223,6 +229,21 @@ class GradientViews:
                     view.parameter.grad = None
             is_attached = is_attached or view.is_attached
         self._is_attached = is_attached
+
+    @contextlib.contextmanager
+    def hidden(self) -> Iterator[None]:
+        """Empty `p.grad` inside: Dynamo describes the gradients of parameters, and cannot describe these."""
+        with torch._C.DisableTorchFunctionSubclass():
+            away = [view for view in self._all if view.is_attached and view.parameter.grad is view.gradient]
+            for view in away:
+                view.parameter.grad = None
+        try:
+            yield
+        finally:
+            with torch._C.DisableTorchFunctionSubclass():
+                for view in away:
+                    if view.parameter.grad is None:
+                        view.parameter.grad = view.gradient
 
     def clear(self) -> None:
         """Remove all views, because the engine holds no gradients any more."""

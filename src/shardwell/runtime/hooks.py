@@ -164,6 +164,14 @@ class PostInnerForwardHook(_ModuleHook):
             self._scheduler.end_forward()
 
 
+def keep_out_of_graphs() -> None:
+    """Let Dynamo call all hooks on modules instead of tracing them, in this process: no graph can gather."""
+    kinds = PreForwardHook, PostForwardHook, EndForwardHook, PreInnerForwardHook, PostInnerForwardHook
+    for kind in kinds:
+        if not hasattr(kind.__call__, "_torchdynamo_disable"):
+            kind.__call__ = torch.compiler.disable(kind.__call__)  # type: ignore[method-assign]
+
+
 def attach(scheduler: Scheduler, unit: Unit) -> list[RemovableHandle]:
     """Register the hooks of a unit of `scheduler` on its modules; return the handles that remove them.
 

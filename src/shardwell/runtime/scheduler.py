@@ -42,6 +42,7 @@ class GraphUse:
     is_open: bool = False  # no step has used the graph up yet
     was_used: bool = False  # a backward went through it
     loss: weakref.ref[Tensor] | None = None  # of the last backward that freed its graph
+    around: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext  # each forward of the engine
 
 
 class PassObserver(Protocol):
@@ -126,10 +127,10 @@ class Scheduler:
             self.reducer.views.take_edits()
         before, self._in_model = self._in_model, True
         try:
-            yield
+            with self.graph.around():
+                yield
         except RuntimeError as error:
-            refusal = refusal_of(error)
-            if refusal is None:
+            if (refusal := refusal_of(error)) is None:
                 raise
             raise refusal from error
         finally:

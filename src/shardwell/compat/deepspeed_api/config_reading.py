@@ -16,6 +16,7 @@ import torch
 
 from shardwell.compat.deepspeed_api import lr_schedules
 from shardwell.compat.deepspeed_api.logging import logger
+from shardwell.compat.deepspeed_api.nvme_folders import with_folders
 from shardwell.config import SCHEDULERS, Config
 from shardwell.config.field_types import flag, number
 from shardwell.config.schedules import checked
@@ -62,7 +63,7 @@ def for_engine(user: Any, *, optimizer: Any = None, lr_scheduler: Any = None) ->
     if isinstance(rule := read_as.get("optimizer"), Mapping):
         read_as["optimizer"] = _known_of_optimizer(rule)
     if isinstance(zero := read_as.get("zero_optimization"), Mapping):
-        read_as["zero_optimization"] = _of_its_stage(zero)
+        read_as["zero_optimization"] = with_folders(_of_its_stage(zero))
     if flag(read_as.get("prescale_gradients")) is True and "gradient_predivide_factor" in read_as:
         _say_ignored(
             "gradient_predivide_factor", "with prescale_gradients", read_as.pop("gradient_predivide_factor"), 1.0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import re
+import socket
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -93,13 +94,14 @@ def command_of(asked: argparse.Namespace) -> list[str]:
     if num_nodes > 1 and not asked.master_addr and not names:
         raise LauncherError(f"--num_nodes {num_nodes}: pass --master_addr too, the host name of one node")
     found = ["run", "--as-deepspeed"]
+    here = _this_host(names, asked.node_rank)
     if chosen:
-        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(str(one) for one in chosen[names[0]])
-        found += ["-n", str(len(chosen[names[0]]))]
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(str(one) for one in chosen[here])
+        found += ["-n", str(len(chosen[here]))]
     elif asked.num_gpus > 0:
         found += ["-n", str(asked.num_gpus)]
     elif resources and names:
-        found += ["-n", str(resources[names[0]])]
+        found += ["-n", str(resources[here])]
     if num_nodes > 1:
         found += ["--nnodes", str(num_nodes), "--master-addr", asked.master_addr or names[0]]
         found += ["--master-port", str(asked.master_port)]
@@ -108,6 +110,16 @@ def command_of(asked: argparse.Namespace) -> list[str]:
     if asked.module:
         found.append("-m")
     return [*found, asked.user_script, *asked.user_args]
+
+
+def _this_host(names: Sequence[str], node_rank: int) -> str:
+    """Return the host of the hostfile that this node is: by its number, by its name, else the first."""
+    if names and node_rank >= len(names):
+        raise LauncherError(f"--node_rank {node_rank}: the hostfile has {len(names)} host(s), numbered from 0")
+    if node_rank >= 0 and names:
+        return names[node_rank]
+    own = {socket.gethostname(), socket.gethostname().partition(".")[0]}
+    return next((name for name in names if name in own), names[0] if names else "")
 
 
 def _check(asked: argparse.Namespace) -> None:
