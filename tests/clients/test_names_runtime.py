@@ -11,13 +11,15 @@ from typing import Any
 import pytest
 import torch
 
-from shardwell.compat.deepspeed_api import accelerator
+from shardwell.compat.deepspeed_api import accelerator, modules
 from shardwell.compat.deepspeed_api import logging as logs
 from shardwell.compat.deepspeed_api import runtime_names as names
 from shardwell.compat.deepspeed_api.arguments import add_config_arguments, config_of
+from shardwell.compat.deepspeed_api.initialization import initialize
 from shardwell.compat.deepspeed_api.loader import RepeatingLoader
 from shardwell.errors import ShardwellError
 from shardwell.plan import state_estimates as estimates
+from tests.support.ranks import Ranks
 
 
 def test_the_cpu_is_an_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -212,3 +214,33 @@ def test_gradients_of_an_engine_are_not_mistaken_for_whole_ones() -> None:
     engine.backward(engine(torch.ones(1, 2)).sum())
     with pytest.raises(ShardwellError, match="gradient_clipping"):
         names.clip_grad_norm_(engine.module.parameters(), 1.0)
+
+
+def answers_of_an_engine() -> dict[str, Any]:
+    model = torch.nn.Linear(2, 2)
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "fp16": {"enabled": True, "initial_scale_power": 4},
+        "zero_optimization": {"stage": 1},
+    }
+    engine, *_ = initialize(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), config=config)
+    off = ("amp_enabled", "pld_enabled", "eigenvalue_enabled", "curriculum_enabled_legacy", "graph_harvesting")
+    names = (*off, "prescale_gradients", "zero_has_nvme_offload", "dynamic_loss_scale_args", "get_parallel_world_sizes")
+    found = {name: getattr(engine, name)() for name in names}
+    engine.destroy()
+    return found
+
+
+def test_an_engine_says_that_features_it_lacks_are_off_and_how_ranks_are_laid_out(ranks: Ranks) -> None:
+    found = ranks.run(1, answers_of_an_engine)[0]
+    assert found.pop("get_parallel_world_sizes") == {"dp": 1, "tp": 1}
+    rules = found.pop("dynamic_loss_scale_args")
+    assert (rules["init_scale"], rules["scale_window"], rules["delayed_shift"]) == (16, 1000, 2)
+    assert list(found.values()) == [False] * 7
+
+
+def test_a_hook_on_a_gradient_is_called_after_it_was_accumulated() -> None:
+    weight, seen = torch.nn.Parameter(torch.ones(2)), []
+    modules.register_grad_hook(weight, lambda parameter: seen.append(parameter.grad.clone()))
+    (3 * weight).sum().backward()
+    assert [list(one) for one in seen] == [[3.0, 3.0]]

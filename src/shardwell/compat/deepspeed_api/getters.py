@@ -6,10 +6,13 @@ DeepSpeed's default.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
 import torch.utils.data
+
+from shardwell.compat.deepspeed_api import groups
 
 _ZERO = "zero_optimization."
 
@@ -78,6 +81,9 @@ GETTERS: dict[str, tuple[str, Any]] = {
     "swap_tensor_config": ("aio", None),
     "tensor_parallel_config": ("tensor_parallel", None),
     "initial_dynamic_scale": ("fp16.initial_scale_power", 16),
+    "prescale_gradients": ("prescale_gradients", False),
+    "graph_harvesting": ("graph_harvesting", False),
+    "tensorboard_enabled": ("tensorboard.enabled", False),
 }
 # Features that shardwell does not have: their getters say that they are off.
 OFF: dict[str, Any] = {
@@ -90,6 +96,9 @@ OFF: dict[str, Any] = {
     "autotp_size": 0,
     **dict.fromkeys(("compile_autosp", "compile_autotp"), False),
     "get_sequence_parallel_group": None,
+    **dict.fromkeys(("amp_enabled", "eigenvalue_enabled", "pld_enabled", "curriculum_enabled_legacy"), False),
+    **dict.fromkeys(("quantize_training", "elasticity_enabled"), False),
+    **dict.fromkeys(("amp_params", "pld_params", "get_pld_theta", "curriculum_params_legacy"), None),
 }
 
 
@@ -133,6 +142,28 @@ class ConfigGetters:
     def checkpoint_tag_validation_fail(self) -> bool:
         """Return whether different tags are an error, by the configuration; they always are."""
         return str(read(self, "checkpoint.tag_validation", "warn")).lower() == "fail"
+
+    def zero_has_nvme_offload(self) -> bool:
+        """Return whether parameters or optimizer state are on NVMe."""
+        blocks = (f"{_ZERO}offload_optimizer.device", f"{_ZERO}offload_param.device")
+        return any(read(self, key, "none") == "nvme" for key in blocks)
+
+    def dynamic_loss_scale_args(self) -> dict[str, Any] | None:
+        """Return the rules of a dynamic loss scale under DeepSpeed's names, or None if it is fixed or off."""
+        if not read(self, "fp16.enabled", False) or read(self, "fp16.loss_scale", 0) != 0:
+            return None
+        return {
+            "init_scale": 2 ** read(self, "fp16.initial_scale_power", 16),
+            "scale_window": read(self, "fp16.loss_scale_window", 1000),
+            "delayed_shift": read(self, "fp16.hysteresis", 2),
+            "consecutive_hysteresis": read(self, "fp16.consecutive_hysteresis", False),
+            "min_scale": read(self, "fp16.min_loss_scale", 1),
+        }
+
+    def get_parallel_world_sizes(self) -> dict[str, int]:
+        """Return over how many ranks rows (`dp`) and tensors (`tp`) are split."""
+        places: Any = sys.modules.get("deepspeed.utils.groups", groups)
+        return {"dp": places.get_data_parallel_world_size(), "tp": places.get_tensor_model_parallel_world_size()}
 
     @staticmethod
     def is_map_style_dataset(obj: Any) -> bool:

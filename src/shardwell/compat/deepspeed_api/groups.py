@@ -196,9 +196,13 @@ def _zero_param_parallel_is_initialized() -> bool:
     return False
 
 
+class _DivisionError(AssertionError, ValueError):
+    """A division by zero: DeepSpeed's versions raise either."""
+
+
 def _ensure_divisibility(numerator: int, denominator: int) -> None:
     if denominator == 0:
-        raise ValueError(f"denominator must be non-zero, to divide {numerator}")
+        raise _DivisionError(f"denominator must be non-zero, to divide {numerator}")
     if numerator % denominator:
         raise AssertionError(f"{numerator} is not divisible by {denominator}")
 

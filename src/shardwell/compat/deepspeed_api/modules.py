@@ -33,6 +33,11 @@ def instrument_w_nvtx(func: Function) -> Function:
     return func
 
 
+def register_grad_hook(param: Any, hook: Callable[[Any], None]) -> Any:
+    """Call `hook` with a parameter after its gradient was accumulated; return the handle that removes it."""
+    return param.register_post_accumulate_grad_hook(hook)
+
+
 def required_torch_version(min_version: float | None = None, max_version: float | None = None) -> bool:
     """Return whether torch's version, as major.minor, is within the bounds."""
     found = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])

@@ -102,7 +102,7 @@ MODULES: dict[str, dict[str, Row]] = {
     "deepspeed.utils.init_on_device": supported("on_device", "OnDevice"),
     "deepspeed.utils.nvtx": supported("modules", "instrument_w_nvtx"),
     "deepspeed.utils.module_utils": supported("modules", "recursive_getattr", "recursive_setattr"),
-    "deepspeed.utils.torch": supported("modules", "required_torch_version"),
+    "deepspeed.utils.torch": supported("modules", "required_torch_version", "register_grad_hook"),
     "deepspeed.utils.timer": {
         **supported("timer", "SynchronizedWallClockTimer", "ThroughputTimer", "NoopTimer", "trim_mean"),
     },
