@@ -18,6 +18,7 @@ from shardwell.compat.deepspeed_api import runtime_names as names
 from shardwell.compat.deepspeed_api.config_object import DeepSpeedConfig, DtypeEnum
 from shardwell.compat.deepspeed_api.config_reading import for_engine
 from shardwell.compat.deepspeed_api.key_names import KEYS_OF_DEEPSPEED, dotted_keys
+from shardwell.config import load
 from shardwell.errors import ConfigError
 
 
@@ -235,3 +236,16 @@ def test_folders_on_nvme_are_made_and_none_means_no_folder(tmp_path: Path, monke
     user["zero_optimization"]["offload_param"]["nvme_path"] = str(tmp_path / "file" / "inside")
     with pytest.raises(ConfigError, match="cannot be made"):
         for_engine(user)
+
+
+def test_sizes_that_trl_writes_for_reference_models_are_read() -> None:
+    """They are 0.9 times the square of the width, as for 768, and dotted keys at the top."""
+    user = {
+        "train_micro_batch_size_per_gpu": 1,
+        "zero_optimization": {"stage": 3},
+        "zero_optimization.reduce_bucket_size": 768 * 768,
+        "zero_optimization.stage3_param_persistence_threshold": 10 * 768,
+        "zero_optimization.stage3_prefetch_bucket_size": 0.9 * 768 * 768,
+    }
+    settings = load(for_engine(user).config)
+    assert settings.zero_optimization.stage3_prefetch_bucket_size == 530841

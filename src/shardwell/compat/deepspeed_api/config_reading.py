@@ -8,6 +8,7 @@ unknown keys at the top, and keys that a stage does not have. All other keys are
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from functools import partial
 from typing import Any, NamedTuple
@@ -54,7 +55,7 @@ def for_engine(user: Any, *, optimizer: Any = None, lr_scheduler: Any = None) ->
     """Return the configuration and the schedule for the engine; the caller's own objects have precedence."""
     if isinstance(user, Config) or not isinstance(user, Mapping):
         return EngineArguments(user, lr_scheduler)
-    read_as = {key: value for key, value in user.items() if not _is_left_out(str(key))}
+    read_as = {key: _whole(key, value) for key, value in user.items() if not _is_left_out(str(key))}
     block = read_as.pop("scheduler", None)
     if block and lr_scheduler is None and (optimizer is not None or read_as.get("optimizer")):
         lr_scheduler = schedule_of(block)
@@ -74,6 +75,15 @@ def for_engine(user: Any, *, optimizer: Any = None, lr_scheduler: Any = None) ->
     if isinstance(own, Mapping):  # the engine reports what is none
         read_as["shardwell"] = {"nonfinite": "skip", **own}
     return EngineArguments(read_as, lr_scheduler)
+
+
+def _whole(key: Any, value: Any) -> Any:
+    """Return the value of a key, without the fraction if it is a dotted key of ZeRO.
+
+    TRL sets sizes of buckets to 0.9 times the square of a width, under keys that DeepSpeed does not look at.
+    """
+    is_size = isinstance(key, str) and key.startswith("zero_optimization.") and isinstance(value, float)
+    return int(value) if is_size and math.isfinite(value) and value >= 1 else value
 
 
 def _known_of_optimizer(block: Mapping[str, Any]) -> dict[str, Any]:
