@@ -330,7 +330,7 @@ class PartialUpdateReport:
         return False, f"updates at once are not taken back ({said}){more}"
 
     def _counts(self) -> tuple[list[float], list[float]]:
-        """Return for each unit the slices that are as before, and those that were updated, over all ranks."""
+        """Return for each unit the slices that are as before, and the updated ones, over the ranks that have it."""
         counts = torch.zeros(2, len(self._noted), dtype=torch.float64, device="cpu")
         for number, (_, shards) in enumerate(self._noted):
             for norms in shards:
@@ -338,7 +338,7 @@ class PartialUpdateReport:
                 counts[int(is_updated), number] += 1
         counts = counts.to(self._context.device.torch_device)
         if self._noted:
-            self._context.roles.all.all_reduce_sum(counts, "AFTERMATH")
+            self._context.roles.stage.all_reduce_sum(counts, "AFTERMATH")
         left, updated = counts.tolist()
         return left, updated
 

@@ -191,13 +191,13 @@ def _with_gradients_above(
 ) -> dict[str, TierPlacement]:
     """Return placements of units whose gradients need not wait on disk.
 
-    They fit into half of the host memory that is free on every rank.
+    They fit into half of the host memory that is free on every rank that runs the same modules.
     """
     on_disk = {name: place for name, place in places.items() if place.gradient_tier is Tier.DISK}
     waiting = {name: states.waiting(name, place) for name, place in on_disk.items()}
     if not any(waiting.values()):
         return {}
-    least = free if context.device.is_meta else context.roles.all.all_reduce_min(free, "ROOM")
+    least = free if context.device.is_meta else context.roles.stage.all_reduce_min(free, "ROOM")
     return {name: places[name]._replace(gradients=Tier.HOST) for name in _that_fit(waiting, _SHARE * least)}
 
 

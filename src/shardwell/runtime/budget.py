@@ -1,4 +1,4 @@
-"""Memory that is free on the device for an engine. All ranks get the same answer."""
+"""Memory that is free on the device for an engine. All ranks that run the same modules get the same answer."""
 
 from __future__ import annotations
 
@@ -9,8 +9,11 @@ from shardwell.sharding import EngineContext, Unit
 
 
 def available_bytes(context: EngineContext, share: float) -> float:
-    """Return a share of the free device bytes of the rank that has the fewest."""
-    return context.roles.all.all_reduce_min(share * context.device.free_bytes(), "ROOM")
+    """Return a share of the free device bytes of the rank that has the fewest, of those that run the same modules.
+
+    Stages of a pipeline are asked by themselves: only one of them may have a reason to ask.
+    """
+    return context.roles.stage.all_reduce_min(share * context.device.free_bytes(), "ROOM")
 
 
 def frozen_budget(config: Config, units: Sequence[Unit], context: EngineContext) -> int:

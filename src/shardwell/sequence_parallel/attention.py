@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from shardwell.errors import ShardwellError
 from shardwell.parallel.model_axis import ModelAxis
+from shardwell.runtime.token_mixing import whole_sequences
 from shardwell.sequence_parallel.binding import SequenceBinding, current
 from shardwell.sequence_parallel.exchange import to_heads, to_tokens
 from shardwell.sequence_parallel.masks import PackedDocuments
@@ -86,7 +87,9 @@ def attend_over_axis(
     whole = to_heads(axis, (query, key, value), "SEQUENCE attention")
     if isinstance(attn_mask, Tensor):
         attn_mask = _mask_of_heads(attn_mask, query, whole, axis)
-    return to_tokens(axis, local_attention(*whole, attn_mask, *args, **options), "SEQUENCE output")
+    with whole_sequences():
+        found = local_attention(*whole, attn_mask, *args, **options)
+    return to_tokens(axis, found, "SEQUENCE output")
 
 
 def shared_heads(query: Tensor, key: Tensor, value: Tensor, num_ranks: int) -> tuple[Tensor, Tensor]:

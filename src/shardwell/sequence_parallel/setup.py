@@ -14,6 +14,7 @@ from shardwell.parallel.consistency import check_alike
 from shardwell.parallel.model_axis import ModelAxis
 from shardwell.runtime.pytree import tensors_in
 from shardwell.runtime.randomness import RegionRandomness, draws_in
+from shardwell.runtime.token_mixing import TokenMixingCheck
 from shardwell.sequence_parallel.attention import DistributedAttention
 from shardwell.sequence_parallel.binding import SequenceBinding, bind, shares_sequences
 from shardwell.sequence_parallel.transformers_models import bind_transformers
@@ -21,6 +22,12 @@ from shardwell.sequence_parallel.transformers_models import bind_transformers
 _FORWARDS = 2  # whose values are compared
 _MOST_SHAPES = 1024
 _SHAPES = "input (the ranks of the sequence axis take parts of the same length, see shardwell.sequence_parallel)"
+
+_MIXES = (
+    "sequence_parallel_size: {name} runs over {tokens} tokens, which are this rank's part of the sequence, and would "
+    "not see the others: call shardwell.sequence_parallel.scaled_dot_product_attention or DistributedAttention in its "
+    "place; other layers that pass values along the sequence need sequence_parallel_size 1"
+)
 
 
 def bind_sequences(model: nn.Module, roles: MeshRoles, *, in_eval: bool = True) -> SequenceBinding:
@@ -30,8 +37,10 @@ def bind_sequences(model: nn.Module, roles: MeshRoles, *, in_eval: bool = True) 
     """
     assert roles.sequence is not None
     binding = SequenceBinding(model, ModelAxis(roles.sequence, TrafficKind.SEQUENCE), roles.averaged, in_eval=in_eval)
-    check = model.register_forward_pre_hook(_PartCheck(binding), with_kwargs=True)
-    binding.undo.append(check.remove)
+    parts = _PartCheck(binding)
+    mixing = TokenMixingCheck(lambda: parts.num_tokens, _MIXES)
+    checks = [model.register_forward_pre_hook(parts, with_kwargs=True), *mixing.hook(model)]
+    binding.undo += [check.remove for check in checks]
     bind(binding)
     if draws_in(model):
         _separate_randomness(binding)
@@ -64,11 +73,14 @@ class _PartCheck:
         self._binding, self._comm = binding, binding.axis.comm
         self._num_forwards = 0
         self._shapes: set[tuple[Any, ...]] = set()
+        self.num_tokens: int | None = None  # of this rank, in the forward that runs; None if sequences are whole
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self._comm.device.is_meta or not shares_sequences(self._binding, module, kwargs):
+            self.num_tokens = None
             return
         found = [one for one in tensors_in((args, kwargs)) if one.ndim]
+        self.num_tokens = next((one.shape[1] for one in found if one.ndim > 1), None)
         shapes = tuple((str(one.dtype), *one.shape) for one in found)
         if shapes not in self._shapes:
             if len(self._shapes) >= _MOST_SHAPES:  # on all ranks together

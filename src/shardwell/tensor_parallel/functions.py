@@ -26,7 +26,7 @@ from torch.autograd import Function
 from shardwell.errors import ShardwellError
 from shardwell.parallel.model_axis import ModelAxis
 
-_Function = TypeVar("_Function", bound=Callable[..., Tensor])
+_Function = TypeVar("_Function", bound=Callable[..., Tensor | None])
 
 
 class _Enter(Function):
@@ -117,3 +117,17 @@ def scatter(values: Tensor, axis: ModelAxis, dim: int, token: str, *, sums: bool
         )
     found: Tensor = _Scatter.apply(values, axis, dim, token, sums)  # type: ignore[no-untyped-call]
     return found
+
+
+@_uncompiled
+def check_range(numbers: Tensor, size: int, what: str) -> None:
+    """Raise if words are not in the vocabulary, as torch does: no rank would have them, and all would give zeros."""
+    if numbers.is_meta or not numbers.numel():
+        return
+    least, most = torch.aminmax(numbers)
+    is_inside = (least >= 0) & (most < size)
+    if numbers.is_cuda:
+        torch._assert_async(is_inside, f"{what} out of range of the vocabulary of {size} words")
+    elif not is_inside:
+        found = int(least if least < 0 else most)
+        raise IndexError(f"{what} {found} is out of range: the vocabulary has {size} words")

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from shardwell.tensor_parallel.functions import enter, leave
+from shardwell.tensor_parallel.functions import check_range, enter, leave
 from shardwell.tensor_parallel.region import CutRegion
 
 
@@ -96,6 +96,7 @@ class VocabularyEmbedding(CutLayer, nn.Embedding):
 
     def forward(self, words: Tensor) -> Tensor:
         """Return the embeddings of all words, on all ranks alike."""
+        check_range(words, sum(self.sizes), f"{self.full_name}: word")
         own = words - self.first
         is_away = (own < 0) | (own >= self.weight.shape[0])
         if self.weight.shape[0] == 0:

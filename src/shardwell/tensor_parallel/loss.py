@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from shardwell.parallel.model_axis import ModelAxis
+from shardwell.tensor_parallel.functions import check_range
 from shardwell.tensor_parallel.layers import CutLayer
 
 _TOKEN = "TENSOR loss"
@@ -59,7 +60,9 @@ def vocab_parallel_cross_entropy(
     is_counted = flat != ignore_index
     axis = layer.region.axis
     first = sum(layer.sizes[: axis.rank])
-    losses: Tensor = _CrossEntropy.apply(rows, flat.masked_fill(~is_counted, 0), axis, first)  # type: ignore[no-untyped-call]
+    words = flat.masked_fill(~is_counted, 0)
+    check_range(words, sum(layer.sizes), "vocab_parallel_cross_entropy: target")
+    losses: Tensor = _CrossEntropy.apply(rows, words, axis, first)  # type: ignore[no-untyped-call]
     losses = losses.masked_fill(~is_counted, 0.0)
     if reduction == "none":
         return losses.view(targets.shape)

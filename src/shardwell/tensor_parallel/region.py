@@ -35,6 +35,8 @@ class CutRegion:
         # it needs stops before the end, and its graph must not stay.
         self._input: weakref.ref[Tensor] | None = None
         self._found: Tensor | None = None
+        self._lengths: set[int] = set()  # of the parts of sequences; recomputations may be of earlier ones
+        self.num_tokens: int | None = None  # of this rank's part, while sequences are split
 
     @property
     def axis(self) -> ModelAxis:
@@ -93,20 +95,45 @@ class CutRegion:
             self.randomness.end()
         return functions.leave(values, self.axis, f"TENSOR {name}")
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def gather_sequence(self, values: Tensor, name: str) -> Tensor:
         """Return whole sequences, whose gradients the ranks compute in parts."""
+        if (length := values.shape[SEQUENCE_DIM]) not in self._lengths:
+            raise ShardwellError(
+                f"tensor_parallel.sequence_parallel: '{name}' got hidden states of {length} tokens, which were not "
+                "split over the ranks: blocks must be called as modules, one after another, beginning with the first "
+                "of their list; leave sequence_parallel out if they are not"
+            )
         return functions.gather(values, self.axis, SEQUENCE_DIM, f"TENSOR {name}", sums=True)
 
+    def begin_forward(self) -> None:
+        """Note that a forward of the model begins, with whole sequences."""
+        self.num_tokens = None
+
+    def check_joined(self) -> None:
+        """Raise if a forward of the model has ended with split sequences."""
+        if self.num_tokens is not None:
+            raise ShardwellError(
+                "tensor_parallel.sequence_parallel: the forward ended with sequences that are split over the ranks, "
+                "because the last block of a list was not called; leave sequence_parallel out"
+            )
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def split_sequence(self, values: Tensor) -> Tensor:
         """Return this rank's part of the sequences, before the first block."""
         if self.randomness is not None:
             self.randomness.begin(values.device)
-        return functions.scatter(values, self.axis, SEQUENCE_DIM, "TENSOR sequences", sums=False)
+        found = functions.scatter(values, self.axis, SEQUENCE_DIM, "TENSOR sequences", sums=False)
+        self.num_tokens = found.shape[SEQUENCE_DIM]
+        self._lengths.add(self.num_tokens)
+        return found
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def join_sequence(self, values: Tensor) -> Tensor:
         """Return whole sequences of all ranks' parts, after the last block."""
         if self.randomness is not None:
             self.randomness.end()
+        self.num_tokens = None
         return functions.gather(values, self.axis, SEQUENCE_DIM, "TENSOR sequences", sums=False)
 
     def split_last(self, values: Tensor, name: str) -> Tensor:

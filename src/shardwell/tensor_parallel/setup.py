@@ -15,13 +15,12 @@ from shardwell.parallel.model_axis import ModelAxis
 from shardwell.runtime.randomness import align_randomness, draws_in
 from shardwell.sharding.tensor_part import check_parts, is_marked, mark_part, part_of, read_megatron_marks
 from shardwell.sharding.whole_tensor import whole_of
-from shardwell.sharding.wrap import repeated_blocks
 from shardwell.tensor_parallel import layers
 from shardwell.tensor_parallel.cut import Cutter
 from shardwell.tensor_parallel.inputs import InputCheck
 from shardwell.tensor_parallel.plan import plan_of
 from shardwell.tensor_parallel.region import CutRegion
-from shardwell.tensor_parallel.sequence import gather_before, split_sequences
+from shardwell.tensor_parallel.sequence import blocks_in_plan, gather_before, split_sequences
 
 
 @dataclass(frozen=True)
@@ -84,17 +83,16 @@ def cut_model(model: nn.Module, roles: MeshRoles, asked: PlanRequest) -> CutMode
             "is a part of a larger one: set tensor_model_parallel and partition_dim of those that are, or give a plan"
         )
     _check_heads(model, axis.size)
-    repeated = repeated_blocks(model)
-    names = [name for name, _ in model.named_modules() if name in repeated]
     plan = plan_of(model, asked.plan, asked.layer_specs)
-    cut_blocks = tuple(name for name in names if any(one.startswith(f"{name}.") for one in plan))
+    cut_blocks = blocks_in_plan(model, plan)
     gathered = regions[-1] if asked.sequence_parallel else None
     cutter = Cutter(model, plan, roles.stage, inside, outside, cut_blocks, gathered)
     cutter.cut()
     if asked.sequence_parallel:
         modules = dict(model.named_modules())
-        cutter.hooks += [gather_before(name, modules[name], inside) for name in cutter.gathering()]
-        cutter.hooks += split_sequences([(name, modules[name]) for name in cut_blocks], inside)
+        for name in cutter.gathering():
+            cutter.hooks += gather_before(name, modules[name], inside)
+        cutter.hooks += split_sequences(model, cut_blocks, inside)
     return CutModel(model, regions, (same, *cutter.hooks))
 
 

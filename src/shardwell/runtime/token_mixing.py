@@ -1,0 +1,119 @@
+"""The check that a model does not mix tokens where a rank has a part of them only.
+
+Attention, convolutions and recurrent layers that see a part of a sequence compute other numbers, and nothing is raised.
+So the first forwards are searched for operations of torch that pass values along a sequence: one over as many tokens
+as a rank has is an error. Products of two activations with tokens on both sides count, as scores of attention that is
+written out. Sums along the sequence, and functions of other libraries, are not seen.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from shardwell.errors import ShardwellError
+
+_FORWARDS = 2  # that are looked at
+_PRODUCTS = ("matmul", "__matmul__", "bmm", "einsum")
+_RECURRENT = ("lstm", "gru", "rnn_tanh", "rnn_relu")
+_num_whole = 0  # modules and functions that run on whole sequences now
+
+
+def enter_whole_sequences() -> None:
+    """Note that code runs which has whole sequences."""
+    global _num_whole
+    _num_whole += 1
+
+
+def leave_whole_sequences() -> None:
+    """Note that it has ended."""
+    global _num_whole
+    _num_whole = max(0, _num_whole - 1)  # hooks that are always called run also if the first one was not reached
+
+
+@contextlib.contextmanager
+def whole_sequences() -> Iterator[None]:
+    """Let code run that has whole sequences: it may mix tokens."""
+    enter_whole_sequences()
+    try:
+        yield
+    finally:
+        leave_whole_sequences()
+
+
+class TokenMixingCheck(TorchFunctionMode):
+    """Raises in the first forwards of a model where an operation mixes the tokens of one rank only."""
+
+    def __init__(self, num_tokens: Callable[[], int | None], words: str) -> None:
+        """`num_tokens`: how many a rank has of the sequence now; `words`: what to say of {name} and {tokens}."""
+        super().__init__()
+        self._num_tokens, self._words = num_tokens, words
+        self._num_forwards = 0
+        self._is_looking = False
+
+    def hook(self, model: nn.Module) -> list[Any]:
+        """Look at the forwards of this model; return the hooks."""
+        return [
+            model.register_forward_pre_hook(self._begin),
+            model.register_forward_hook(self._end, always_call=True),
+        ]
+
+    def _begin(self, module: nn.Module, args: Any) -> None:
+        if self._num_forwards < _FORWARDS and not self._is_looking:
+            self._num_forwards += 1
+            self._is_looking = True
+            self.__enter__()  # type: ignore[no-untyped-call]
+
+    def _end(self, module: nn.Module, args: Any, output: Any) -> None:
+        if self._is_looking:
+            self._is_looking = False
+            self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Look at an operation, and run it."""
+        name, given = getattr(func, "__name__", ""), kwargs or {}
+        tokens = None if _num_whole else _mixed_tokens(name, args, given)
+        if tokens is not None and tokens == self._num_tokens():
+            raise ShardwellError(self._words.format(name=name.strip("_"), tokens=tokens))
+        return func(*args, **given)
+
+
+def _mixed_tokens(name: str, args: tuple[Any, ...], given: dict[str, Any]) -> int | None:
+    """Return over how many tokens an operation passes values; None if it does not pass them along a sequence."""
+    tensors = [one for one in args[:3] if isinstance(one, Tensor)]
+    if name == "scaled_dot_product_attention":
+        key = tensors[1] if len(tensors) > 1 else given.get("key")
+        return key.shape[-2] if isinstance(key, Tensor) else None
+    if name in _PRODUCTS and len(tensors) > 1:
+        return _crossed(tensors[0], tensors[1], args[0] if name == "einsum" else None)
+    if name == "multi_head_attention_forward" and len(tensors) > 1:  # tokens are the first dimension
+        return tensors[1].shape[0]
+    if name == "_native_multi_head_attention" and len(tensors) > 1:
+        return tensors[1].shape[1]
+    if name == "conv1d" and len(tensors) > 1 and tensors[1].shape[-1] > 1:
+        padding = given.get("padding", args[4] if len(args) > 4 else 0)
+        before = tensors[1].shape[-1] - 1 if padding in (0, (0,), "valid") else 0  # padded by the model itself
+        return tensors[0].shape[-1] - before
+    if name in _RECURRENT and tensors and tensors[0].ndim == 3:
+        return tensors[0].shape[int(args[-1] is True)]  # the last argument is `batch_first`
+    return None
+
+
+def _crossed(left: Tensor, right: Tensor, equation: str | None) -> int | None:
+    """Return the dimension that the result of a product of two activations has on both sides, as scores have."""
+    if min(left.ndim, right.ndim) < 3 or isinstance(left, nn.Parameter) or isinstance(right, nn.Parameter):
+        return None
+    if equation is None:
+        is_batched = left.ndim > 3 and left.shape[-3] == left.shape[-2]  # over tokens, perhaps
+        return left.shape[-2] if left.shape[-2] == right.shape[-1] and not is_batched else None
+    inputs, arrow, result = equation.replace(" ", "").partition("->")
+    first, _, second = inputs.partition(",")
+    if not arrow or "." in equation:
+        return None
+    mine = {left.shape[first.index(one)] for one in set(first) & set(result) - set(second)}
+    theirs = {right.shape[second.index(one)] for one in set(second) & set(result) - set(first)}
+    return max(mine & theirs, default=None)
