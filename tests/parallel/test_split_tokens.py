@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 import shardwell
 from shardwell.errors import ShardwellError
 from shardwell.tensor_parallel import vocab_parallel_cross_entropy
 from tests.support import sequence_models
-from tests.support.models import batches
+from tests.support.models import batches, zero
 from tests.support.ranks import Ranks
 from tests.support.sequence_models import SequenceCase
 from tests.support.tensor_models import HEAD, PLAN, ROWS, WORDS, TensorCase, started
@@ -71,15 +71,40 @@ def with_plan(what: str) -> None:
     engine(rows + 20 if what == "word" else rows)
 
 
+class Gated(nn.Module):
+    """A layer whose two halves are packed in one weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.both, self.down = nn.Linear(8, 32), nn.Linear(16, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = self.both(x).chunk(2, -1)
+        return self.down(F.silu(gate) * up)
+
+
+def packed(style: str) -> float:
+    torch.manual_seed(0)
+    model = nn.Sequential(Gated(), Gated())
+    config = zero(1, tensor_parallel={"autotp_size": 2, "plan": {"*.both": style, "*.down": "rowwise"}})
+    engine = shardwell.initialize(model=model, config=config).engine
+    return float(engine(torch.ones(2, 8)).detach().sum())
+
+
 def words_of(what: str) -> str:
     try:
-        beside_exchanged_attention() if what == "exchanged" else with_plan(what)
+        if what in ("colwise", "packed_colwise"):
+            packed(what)
+        else:
+            beside_exchanged_attention() if what == "exchanged" else with_plan(what)
     except (ShardwellError, IndexError) as error:
         return str(error)
     return "nothing was refused"
 
 
 REFUSALS = {
+    "colwise": "the output of '0.both.weight' is divided by chunk into 2 blocks, and colwise cuts its weight as one",
+    "packed_colwise": "nothing was refused",
     "exchanged": "sequence_parallel_size: scaled_dot_product_attention runs over 6 tokens",
     "mixed": "tensor_parallel.sequence_parallel: scaled_dot_product_attention runs over 4 tokens between cut layers",
     "around": "'blocks.0.attention' got hidden states of 8 tokens, which were not split",

@@ -12,13 +12,13 @@ rows.
 
 from __future__ import annotations
 
+import hashlib
+
 import torch
 from torch import nn
 
 from shardwell.memory.local_gpus import generator_of
 from shardwell.parallel.collectives import Collectives
-
-_MIX = 0x9E3779B97F4A7C15  # odd: ranks get seeds that differ in many bits
 
 
 class RegionRandomness:
@@ -46,7 +46,10 @@ class RegionRandomness:
             return
         drawn = int(torch.empty((), dtype=torch.int64, device="cpu").random_(generator=None))
         self._outside = generator, generator.get_state()
-        self._seed = (drawn + (self._rank + 1) * _MIX) % (1 << 63)
+        # Regions lie in each other (a tensor region in a sequence axis's forward). The number that is drawn is of the
+        # host's generator, which an outer region does not seed on CUDA: the outer seed keeps ranks apart there.
+        words = f"{drawn} {generator.initial_seed()} {self._rank}"
+        self._seed = int.from_bytes(hashlib.blake2b(words.encode(), digest_size=8).digest()) >> 1
         generator.manual_seed(self._seed)
 
     def end(self) -> None:

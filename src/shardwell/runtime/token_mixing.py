@@ -13,11 +13,10 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from shardwell.errors import ShardwellError
+from shardwell.runtime.first_forwards import FirstForwards
 
-_FORWARDS = 2  # that are looked at
 _PRODUCTS = ("matmul", "__matmul__", "bmm", "einsum")
 _RECURRENT = ("lstm", "gru", "rnn_tanh", "rnn_relu")
 _num_whole = 0  # modules and functions that run on whole sequences now
@@ -45,41 +44,19 @@ def whole_sequences() -> Iterator[None]:
         leave_whole_sequences()
 
 
-class TokenMixingCheck(TorchFunctionMode):
+class TokenMixingCheck(FirstForwards):
     """Raises in the first forwards of a model where an operation mixes the tokens of one rank only."""
 
     def __init__(self, num_tokens: Callable[[], int | None], words: str) -> None:
         """`num_tokens`: how many a rank has of the sequence now; `words`: what to say of {name} and {tokens}."""
         super().__init__()
         self._num_tokens, self._words = num_tokens, words
-        self._num_forwards = 0
-        self._is_looking = False
 
-    def hook(self, model: nn.Module) -> list[Any]:
-        """Look at the forwards of this model; return the hooks."""
-        return [
-            model.register_forward_pre_hook(self._begin),
-            model.register_forward_hook(self._end, always_call=True),
-        ]
-
-    def _begin(self, module: nn.Module, args: Any) -> None:
-        if self._num_forwards < _FORWARDS and not self._is_looking:
-            self._num_forwards += 1
-            self._is_looking = True
-            self.__enter__()  # type: ignore[no-untyped-call]
-
-    def _end(self, module: nn.Module, args: Any, output: Any) -> None:
-        if self._is_looking:
-            self._is_looking = False
-            self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Look at an operation, and run it."""
-        name, given = getattr(func, "__name__", ""), kwargs or {}
+    def before(self, name: str, args: tuple[Any, ...], given: dict[str, Any]) -> None:
+        """Look at an operation before it runs."""
         tokens = None if _num_whole else _mixed_tokens(name, args, given)
         if tokens is not None and tokens == self._num_tokens():
             raise ShardwellError(self._words.format(name=name.strip("_"), tokens=tokens))
-        return func(*args, **given)
 
 
 def _mixed_tokens(name: str, args: tuple[Any, ...], given: dict[str, Any]) -> int | None:

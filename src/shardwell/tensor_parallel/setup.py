@@ -18,6 +18,7 @@ from shardwell.sharding.whole_tensor import whole_of
 from shardwell.tensor_parallel import layers
 from shardwell.tensor_parallel.cut import Cutter
 from shardwell.tensor_parallel.inputs import InputCheck
+from shardwell.tensor_parallel.packed_use import PackedUseCheck
 from shardwell.tensor_parallel.plan import plan_of
 from shardwell.tensor_parallel.region import CutRegion
 from shardwell.tensor_parallel.sequence import blocks_in_plan, gather_before, split_sequences
@@ -93,6 +94,7 @@ def cut_model(model: nn.Module, roles: MeshRoles, asked: PlanRequest) -> CutMode
         for name in cutter.gathering():
             cutter.hooks += gather_before(name, modules[name], inside)
         cutter.hooks += split_sequences(model, cut_blocks, inside)
+    cutter.hooks += PackedUseCheck(model).hook(model)
     return CutModel(model, regions, (same, *cutter.hooks))
 
 
