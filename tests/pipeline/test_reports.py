@@ -25,6 +25,7 @@ from tests.support.pipelines import (
     stream,
 )
 from tests.support.ranks import Ranks
+from tests.support.wire_counter import WireCounter
 
 
 def observe(schedule: str, stage: int) -> dict[str, Any]:
@@ -69,6 +70,32 @@ def test_bytes_and_trace_are_those_of_the_schedule(ranks: Ranks) -> None:
         whole = NUM_MICRO_BATCHES * one["stage 3"]["numel"] * 4 / 2
         assert one["stage 3"]["bytes"]["reduce"] == pytest.approx(whole, rel=0.05)
         assert one["stage 3"]["bytes"]["gather"] <= 2.05 * whole
+
+
+def counted(schedule: str) -> tuple[int, int]:
+    """Return the bytes that this rank of two stages received in a step, by torch's calls and by the engine."""
+    model = shardwell.pipeline.split(Decoder(), loss_fn=next_token_loss)
+    engine: Any = shardwell.initialize(model=model, config=pipeline_config(1, schedule)).engine
+    batches = stream(2, engine.data_rank)
+    engine.train_batch(batches)  # describes the tensors
+    with WireCounter(dist.get_rank(), 2) as wire:
+        engine.train_batch(batches)
+    said = engine.traffic().by_axis()["pipe"]
+    engine.destroy()
+    return wire.received["recv_"], said
+
+
+def counted_all() -> list[tuple[int, int]]:
+    return [counted(schedule) for schedule in CHUNKS]
+
+
+def test_an_independent_count_of_the_pipe_axis_equals_the_formula(ranks: Ranks) -> None:
+    message = ROWS * LENGTH * WIDTH * 4
+    for place, found in enumerate(ranks.run(2, counted_all)):
+        for chunks, (on_wire, said) in zip(CHUNKS.values(), found, strict=True):
+            borders = range(1, 2 * chunks)  # by the stage after each: it receives forward, the one before backward
+            num_in = sum(stage % 2 == place for stage in borders) + sum((stage - 1) % 2 == place for stage in borders)
+            assert on_wire == said == NUM_MICRO_BATCHES * num_in * message
 
 
 def late_gradients() -> tuple[list[str], bool]:
@@ -155,7 +182,7 @@ def measure_all(cases: list[tuple[str, int, int]]) -> list[list[float]]:
 
 
 def test_measured_bubbles_are_those_of_the_simulation(ranks: Ranks) -> None:
-    cases = [("gpipe", 1, 4), ("1f1b", 1, 4), ("interleaved", 2, 4)]
+    cases = [("gpipe", 1, 4), ("1f1b", 1, 4), ("interleaved", 2, 4), ("zb-h1", 1, 4)]  # no W in these layers
     expected = [1 / (chunks * number + 1) for _, chunks, number in cases]
     for found in ranks.run(2, measure_all, cases, limit=280):
         for steps, want in zip(found, expected, strict=True):
