@@ -139,14 +139,17 @@ def measure_all(trees: dict[str, Path], args: argparse.Namespace, console: Conso
     raw: dict[str, Any] = {}
     with tempfile.TemporaryDirectory("-bench", "shardwell-", args.folder) as root:
         folders = {name: str(Path(root, name)) for name in trees}
-        for layout in dict.fromkeys((one.ranks, one.stage) for one in SITUATIONS):
+        wanted = [one for one in SITUATIONS if args.only in one.label]
+        if not any((one.ranks, one.stage) == (2, 3) for one in wanted):
+            wanted.insert(0, SITUATIONS[0])  # these ranks save what is loaded
+        for layout in dict.fromkeys((one.ranks, one.stage) for one in wanted):
             spec = {"size": args.size, "stage": layout[1], "seq": args.seq}
             with living(trees, layout[0], spec) as ranks:
                 if not raw:
                     for name, one in ranks.items():
                         one.do("step", folders[name], TAG)
                         one.do("save", folders[name], TAG)
-                for situation in SITUATIONS:
+                for situation in wanted:
                     if (situation.ranks, situation.stage) == layout:
                         console.print(f"[dim]{situation.label}[/dim]", highlight=False)
                         raw[situation.label] = measure(situation, ranks, folders, args.rounds)
@@ -190,6 +193,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--size", choices=sorted(PRESETS), default="medium", help="the decoder (default medium)")
     parser.add_argument("--seq", type=int, default=32, help="tokens of a step (default 32)")
     parser.add_argument("--rounds", type=int, default=20, help="interleaved rounds (default 20)")
+    parser.add_argument("--only", default="", metavar="WORD", help="what has this in its name, such as load")
     parser.add_argument("--folder", default="/dev/shm", metavar="PATH", help="where checkpoints are (default /dev/shm)")
     parser.add_argument("--json", default=None, metavar="PATH", help="raw results; '-' for none (default results/)")
     args = parser.parse_args(argv)
