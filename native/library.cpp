@@ -1,5 +1,8 @@
 // The entry points: which instruction set, and which thread does which part.
 
+#include <unistd.h>
+
+#include <cerrno>
 #include <cstddef>
 #include <vector>
 
@@ -12,6 +15,9 @@ namespace {
 // Parts of a stretch that threads take one after the other. A multiple of BLOCK; sums over parts do not depend on the
 // number of threads.
 constexpr int64_t PART = 1 << 16;
+
+// Bytes of one read from a file, so few that they are in the cache for their checksum.
+constexpr int64_t LARGE_READ = 1 << 18, SMALL_READ = 1 << 16;
 
 const Kernels& kernels_for(int32_t isa) {
 #if defined(SHARDWELL_X86)
@@ -43,6 +49,12 @@ void code(void (*kernel)(const Coded&, int64_t, int64_t), const Coded& rows, int
     const int64_t blocks = rows.outer * rows.inner * ((rows.numel + BLOCK - 1) / BLOCK);
     in_parts(blocks * BLOCK, threads,
              [&](int64_t, int64_t begin, int64_t end) { kernel(rows, begin / BLOCK, end / BLOCK); });
+}
+
+// Writes a checksum, big-endian, and returns where the next one goes.
+uint8_t* put(uint32_t sum, uint8_t* sums) {
+    for (int shift = 24; shift >= 0; shift -= 8) *sums++ = static_cast<uint8_t>(sum >> shift);
+    return sums;
 }
 
 }  // namespace
@@ -117,9 +129,41 @@ uint32_t shardwell_crc32_blocks(uint32_t value, const void* data, int64_t num_by
         const int64_t length = num_bytes < block ? num_bytes : block;
         const uint32_t sum = kernels.crc32(0, bytes, length);
         value = product(value, length == block ? by_a_block : power_of_bytes(length)) ^ sum;
-        for (int shift = 24; shift >= 0; shift -= 8) *sums++ = static_cast<uint8_t>(sum >> shift);
+        sums = put(sum, sums);
     }
     return value;
+}
+
+int64_t shardwell_read_blocks(int32_t file, int64_t offset, int64_t before, void* data, int64_t num_bytes, int64_t after,
+                              int64_t block, uint32_t value, uint8_t* sums, int32_t isa) {
+    const Kernels& kernels = kernels_for(isa);
+    const int64_t end = before + num_bytes, total = end + after;
+    uint8_t unwanted[SMALL_READ];
+    int64_t reached = 0, left = block;  // bytes that were read, and bytes that the block lacks
+    while (reached < total) {
+        const bool is_wanted = reached >= before && reached < end;
+        const int64_t rest = (reached < before ? before : is_wanted ? end : total) - reached;
+        uint8_t* place = is_wanted ? static_cast<uint8_t*>(data) + (reached - before) : unwanted;
+        const int64_t most = is_wanted ? LARGE_READ : SMALL_READ;
+        const ssize_t found = pread(file, place, static_cast<size_t>(rest < most ? rest : most), offset + reached);
+        if (found < 0 && errno == EINTR) continue;
+        if (found < 0) return -static_cast<int64_t>(errno);
+        if (found == 0) return reached;
+        for (int64_t at = 0; at < found;) {
+            const int64_t length = found - at < left ? found - at : left;
+            value = kernels.crc32(value, place + at, length);
+            at += length;
+            left -= length;
+            if (left == 0) {
+                sums = put(value, sums);
+                value = 0;
+                left = block;
+            }
+        }
+        reached += found;
+    }
+    if (left < block) put(value, sums);
+    return total;
 }
 
 uint32_t shardwell_crc32_combine(uint32_t first, uint32_t second, int64_t num_bytes) {

@@ -12,7 +12,7 @@
 
 namespace shardwell {
 
-constexpr int32_t ABI_VERSION = 7;
+constexpr int32_t ABI_VERSION = 8;
 constexpr int64_t BLOCK = 256;  // elements that share the exponents of their 8-bit moments, or the scale of their codes
 
 enum class Isa : int32_t { scalar = 0, avx2 = 1, avx512 = 2 };
@@ -121,6 +121,12 @@ SHARDWELL_EXPORT uint32_t shardwell_crc32(uint32_t value, const void* data, int6
 // The same, and in `sums` those of the blocks, each in four bytes, big-endian; the last block may be shorter.
 SHARDWELL_EXPORT uint32_t shardwell_crc32_blocks(uint32_t value, const void* data, int64_t num_bytes, int64_t block,
                                                  uint8_t* sums, int32_t isa);
+// Reads `before + num_bytes + after` bytes of a file from `offset` on, of which `data` gets those in the middle, and writes
+// the checksums of the blocks of all of them to `sums`. The first one goes on from `value`. Returns the bytes that were
+// read, fewer where the file ends, or -errno.
+SHARDWELL_EXPORT int64_t shardwell_read_blocks(int32_t file, int64_t offset, int64_t before, void* data,
+                                               int64_t num_bytes, int64_t after, int64_t block, uint32_t value,
+                                               uint8_t* sums, int32_t isa);
 // That of bytes with the checksum `first` and `num_bytes` bytes with the checksum `second` after them.
 SHARDWELL_EXPORT uint32_t shardwell_crc32_combine(uint32_t first, uint32_t second, int64_t num_bytes);
 SHARDWELL_EXPORT void shardwell_encode(const shardwell::Coded*, int32_t isa, int32_t threads);

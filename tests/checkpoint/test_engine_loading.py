@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +15,7 @@ from torch import Tensor, nn
 import shardwell
 from shardwell.checkpoint import Folder
 from shardwell.checkpoint import load as loading
+from shardwell.checkpoint.load import CheckpointLoader
 from shardwell.checkpoint.sources import ShardwellSource
 from shardwell.errors import CheckpointError
 from tests.support.checkpoint_engines import CASE, alone, masters, step
@@ -219,3 +222,15 @@ def test_memory_orders_are_converted(tmp_path: Path) -> None:
         assert expected.keys() == found.keys()
         for name, value in expected.items():
             assert torch.equal(torch.as_tensor(found[name]), torch.as_tensor(value)), name
+
+
+@pytest.mark.parametrize("kind", [IndexError, CheckpointError, MemoryError])
+def test_an_error_of_any_kind_on_a_thread_that_reads_is_raised(kind: type[Exception]) -> None:
+    def read(number: int, _: int) -> None:
+        if number == 5:
+            raise kind("the sixth")
+
+    requests = deque((number, 0) for number in range(20))
+    with pytest.raises(kind, match="the sixth"):
+        CheckpointLoader._read_all(SimpleNamespace(_read_into=read), requests)  # type: ignore[arg-type]
+    assert not requests

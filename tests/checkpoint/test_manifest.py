@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from shardwell.checkpoint import DTYPES, FileExtent, FilePiece, FileRecord, Manifest, TensorRecord, plan
 from shardwell.checkpoint.manifest import plain_name
+from shardwell.checkpoint.parsing import MAX_DIGITS, parse_json
 from shardwell.errors import CheckpointError
 from shardwell.sharding.layout import TensorSpec, contiguous_stride, make_layout
 from tests.support.forged_manifests import CRC, put, sign
@@ -453,3 +454,21 @@ def test_any_number_of_ranks_finds_its_shards_in_what_another_number_wrote(
                 for index in range(first, last)
             ]
             assert got == list(range(wanted.in_parameter, wanted.in_parameter + wanted.numel))
+
+
+@pytest.mark.parametrize("before", [0, 1, 499, 500, 501, 999])
+def test_a_number_is_too_long_wherever_in_the_text_it_is(before: int) -> None:
+    allowed, too_long = "7" * MAX_DIGITS, "7" * (MAX_DIGITS + 1)
+    assert parse_json(f"{' ' * before}[{allowed}]", "here") == [int(allowed)]
+    with pytest.raises(CheckpointError, match=f"here: a number of {MAX_DIGITS + 1} digits"):
+        parse_json(f"{' ' * before}[{too_long}]", "here")
+
+
+def test_a_long_text_of_digits_is_no_number() -> None:
+    assert parse_json(f'["{"7" * 5000}", 1]', "here") == ["7" * 5000, 1]
+
+
+def test_a_key_that_is_repeated_among_very_many_is_found_at_once() -> None:
+    keys = ", ".join(f'"{number}": 1' for number in range(200_000))  # in time that is quadratic: hours
+    with pytest.raises(CheckpointError, match='"199999": written twice'):
+        parse_json(f'{{{keys}, "199999": 1}}', "here")

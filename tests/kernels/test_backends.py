@@ -106,6 +106,41 @@ def test_crc32_of_blocks_gives_that_of_all_bytes_and_that_of_each_block(backend:
 
 
 @EACH
+@pytest.mark.parametrize("block", [1000, 65_536, 300_000])
+def test_bytes_read_from_a_file_are_checked_with_those_around_them(
+    backend: kernels.Backend, block: int, tmp_path: Path
+) -> None:
+    data = bytes(any_bits(160_000, torch.float32, 0).view(torch.uint8).tolist())
+    (tmp_path / "file").write_bytes(data)
+    with (tmp_path / "file").open("rb") as file:
+        for offset, before, size, after in ((0, 0, 0, 0), (3, 0, 999, 1), (0, 70_001, 1, 0), (5, 999, 530_000, 66_000)):
+            room = bytearray(size)
+            read = kernels.FileRead(file.fileno(), offset, memoryview(room), block, before, after, 0xDEADBEEF)
+            sums = backend.read_blocks(read)
+            found = data[offset : offset + before + size + after]
+            assert room == found[before : before + size]
+            parts = [found[start : start + block] for start in range(0, len(found), block)]
+            values = [zlib.crc32(part, 0 if index else 0xDEADBEEF) for index, part in enumerate(parts)]
+            assert sums == b"".join(value.to_bytes(4, "big") for value in values)
+
+
+@EACH
+def test_a_read_beyond_the_end_or_of_no_file_is_an_error(backend: kernels.Backend, tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(bytes(100))
+    with (tmp_path / "file").open("rb") as file:
+        for before, size, after in ((0, 101, 0), (101, 0, 0), (0, 100, 1)):
+            with pytest.raises(EOFError):
+                backend.read_blocks(kernels.FileRead(file.fileno(), 0, memoryview(bytearray(size)), 64, before, after))
+    reading, writing = os.pipe()
+    try:
+        with pytest.raises(OSError, match="seek"):
+            backend.read_blocks(kernels.FileRead(reading, 0, memoryview(bytearray(8)), 8))
+    finally:
+        os.close(reading)
+        os.close(writing)
+
+
+@EACH
 def test_crc32_of_two_texts_follows_from_those_of_each(backend: kernels.Backend) -> None:
     for first, second in ((b"", b""), (b"a", b""), (b"", b"b"), (b"abc" * 70, b"xyz" * 9001), (bytes(5), bytes(2**18))):
         found = backend.crc32_combine(zlib.crc32(first), zlib.crc32(second), len(second))

@@ -95,6 +95,10 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "a typo": (with_params(weigth_decay=0.1), "AdamW does not take it; did you mean weight_decay?"),
     "of another": (with_params(momentum=0.9), "optimizer.params.momentum: AdamW does not take it; it takes "),
     "nesterov": (with_params("SGD", nesterov=True), "optimizer.params.nesterov: true needs a momentum above 0"),
+    "differentiable": (
+        with_params(differentiable=True),
+        "optimizer.params.differentiable: true needs steps that autograd records, and none are",
+    ),
     "etas": (with_params("Rprop", etas=[2, 3]), "optimizer.params.etas: expected a number between 0 and 1"),
     "no optimizer": (with_params("AdaBest"), 'optimizer.type: "AdaBest" is not known; known are ASGD, Adadelta'),
     "whole tensors": (with_params("LBFGS"), 'optimizer.type: "LBFGS" is not elementwise'),
@@ -127,6 +131,12 @@ def test_what_is_accepted_is_taken_by_initialize(kind: str) -> None:
     engine.backward(engine(torch.ones(2, 4)).square().mean())
     engine.step()
     engine.destroy()
+
+
+@pytest.mark.parametrize("kind", ["AdamW", "RMSprop"])
+def test_an_optimizer_for_graphs_of_cuda_is_refused_on_the_cpu(kind: str) -> None:
+    with pytest.raises(shardwell.ConfigError, match=r"optimizer\.params\.capturable: true is for graphs of CUDA"):
+        shardwell.initialize(model=torch.nn.Linear(4, 4), config=with_params(kind, capturable=True), device="cpu")
 
 
 @pytest.mark.parametrize(

@@ -261,7 +261,14 @@ def _on_host(tensor: Tensor, where: str) -> Tensor:
 def bytes_of(tensor: Tensor) -> memoryview:
     """Return a view of a tensor's memory, which must outlive it.
 
-    numpy is avoided, because torch never resizes a storage again that numpy has seen.
+    numpy is avoided, because torch never resizes a storage again that numpy has seen, and an array of ctypes, because
+    each size of it is a new class.
     """
     size = tensor.numel() * tensor.itemsize
-    return memoryview((ctypes.c_ubyte * size).from_address(tensor.data_ptr() if size else 1)).cast("B")
+    return _view_of_memory(tensor.data_ptr(), size, _PYBUF_WRITE) if size else memoryview(b"")
+
+
+_PYBUF_WRITE = 0x200
+_view_of_memory = ctypes.pythonapi.PyMemoryView_FromMemory
+_view_of_memory.argtypes = [ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int]
+_view_of_memory.restype = ctypes.py_object

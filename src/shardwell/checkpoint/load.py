@@ -8,7 +8,7 @@ is read in place. State on NVMe is written there unit by unit.
 from __future__ import annotations
 
 import os
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -160,9 +160,27 @@ class CheckpointLoader:
                 self._read(request)  # for the checksums; it is read again when it is needed
             return
         places = list(self._places())  # here, because malloc gives each thread fresh pages, and this one used ones
-        with ThreadPoolExecutor(_THREADS) as pool:
-            list(pool.map(self._read_into, *zip(*places, strict=True)))
+        self._read_all(deque(places))
         self._staged = dict(places)
+
+    def _read_all(self, pending: deque[tuple[ReadRequest, Tensor]]) -> None:
+        """Read on several threads. Each takes one request after the other: a future for each would cost more."""
+
+        def work() -> None:
+            while True:
+                try:
+                    request, flat = pending.popleft()  # which is atomic
+                except IndexError:
+                    return
+                try:
+                    self._read_into(request, flat)
+                except BaseException:
+                    pending.clear()
+                    raise
+
+        with ThreadPoolExecutor(_THREADS) as pool:
+            for one in [pool.submit(work) for _ in range(min(_THREADS, len(pending)))]:
+                one.result()
 
     def _places(self) -> Iterator[tuple[ReadRequest, Tensor]]:
         """Yield all read requests, each with its destination."""

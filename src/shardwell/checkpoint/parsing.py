@@ -8,6 +8,7 @@ import math
 import os
 import re
 import stat
+from collections import Counter
 from collections.abc import Iterator
 from io import FileIO
 from pathlib import Path
@@ -57,11 +58,10 @@ def parse_json(text: str | bytes, where: str) -> Any:
     """Parse JSON that has no repeated keys, and no numbers that are not finite or extremely long."""
 
     def pairs(items: list[tuple[str, Any]]) -> dict[str, Any]:
-        found: dict[str, Any] = {}
-        for key, value in items:
-            if key in found:
-                raise CheckpointError(f"{where}: {show(key)}: written twice in the same object")
-            found[key] = value
+        found = dict(items)
+        if len(found) < len(items):
+            twice = Counter(key for key, _ in items).most_common(1)[0][0]
+            raise CheckpointError(f"{where}: {show(twice)}: written twice in the same object")
         return found
 
     def integer(digits: str) -> int:
@@ -79,7 +79,8 @@ def parse_json(text: str | bytes, where: str) -> Any:
     try:
         if isinstance(text, bytes):
             text = text.decode("utf-8")
-        return json.loads(text, object_pairs_hook=pairs, parse_int=integer, parse_float=real, parse_constant=refuse)
+        whole = integer if _may_have_long_number(text) else None
+        return json.loads(text, object_pairs_hook=pairs, parse_int=whole, parse_float=real, parse_constant=refuse)
     except UnicodeDecodeError as error:
         raise CheckpointError(f"{where}: not text in UTF-8 ({error.reason} at byte {error.start})") from None
     except json.JSONDecodeError as error:
@@ -88,6 +89,12 @@ def parse_json(text: str | bytes, where: str) -> Any:
         ) from None
     except RecursionError:
         raise CheckpointError(f"{where}: nested too deeply") from None
+
+
+def _may_have_long_number(text: str) -> bool:
+    """Tell whether a text may have more than `MAX_DIGITS` digits in a row; if so, they fill one of these parts."""
+    half = MAX_DIGITS // 2
+    return any(text[start : start + half].isdigit() for start in range(0, len(text), half))
 
 
 def parse_dtype(code: Any, where: str) -> torch.dtype:

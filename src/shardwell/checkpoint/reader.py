@@ -29,7 +29,9 @@ from shardwell.checkpoint.parsing import (
     show,
 )
 from shardwell.errors import CheckpointError
-from shardwell.kernels import crc32, crc32_blocks
+from shardwell.kernels import FileRead, crc32, read_blocks
+
+PART = 2**25  # bytes of one read that is checked in small parts: a signal waits for its end
 
 
 def allocate_flat(numel: int, dtype: torch.dtype, where: str) -> Tensor:
@@ -166,12 +168,12 @@ class Reader:
     def _take(self, entry: Entry, flat: Tensor, checksum: str | None) -> None:
         """Fill a tensor with all elements, and check them if there is a checksum."""
         view, value = bytes_of(flat), 0
-        for first in range(0, len(view), CHUNK):
-            part = view[first : first + CHUNK]
-            self._pull_data(entry, first, part)
-            if checksum is not None:
-                value = crc32(part, value)
-        if checksum is not None:
+        if checksum is None:
+            self._pull_unchecked(entry, 0, view)
+        else:
+            for first in range(0, len(view), PART):
+                part = view[first : first + PART]
+                value = int.from_bytes(self._pull_blocks(entry, first, part, len(part), value=value), "big")
             self._compare(entry.name, value, checksum)
         self._check_values(entry, flat)
 
@@ -181,52 +183,31 @@ class Reader:
         if record is not None and entry.name in record.blocks:
             self._take_blocks(entry, first, view, record.blocks[entry.name], record.block)
         elif record is not None and (record.block or entry.num_bytes <= CHUNK):  # a block of its own
-            self._take_of_block(entry, (0, entry.num_bytes), first, view, record.checksums[entry.name])
+            self._take_blocks(entry, first, view, record.checksums[entry.name], entry.num_bytes)
         else:
             if record is not None and not (self._shares and start) and entry.name not in self._verified:
                 self.verify(entry.name)
-                self._count_beside(entry.num_bytes)
+                self._count(beside=entry.num_bytes)
                 self._verified.add(entry.name)
-            for at in range(0, len(view), CHUNK):
-                self._pull_data(entry, first + at, view[at : at + CHUNK])
+            self._pull_unchecked(entry, first, view)
         self._check_values(entry, flat)
 
     def _take_blocks(self, entry: Entry, first: int, view: memoryview, sums: str, size: int) -> None:
         """Fill `view` from byte `first` of a tensor on, and check the blocks that it touches."""
-        end = first + len(view)
-        begin_whole, end_whole = -(-first // size), entry.num_bytes if end == entry.num_bytes else end // size * size
-        last_whole = -(-end_whole // size)
-        if begin_whole >= last_whole:
-            begin_whole = last_whole = -(-end // size)  # it begins and ends inside of blocks
-        for index in (*range(first // size, begin_whole), *range(last_whole, -(-end // size))):
-            expected = sums[index * DIGITS : (index + 1) * DIGITS]
-            self._take_of_block(entry, (index, size), first, view, expected)
-        at, stop = begin_whole * size - first, min(last_whole * size, entry.num_bytes) - first
-        step = max(CHUNK // size, 1) * size
-        for start in range(at, stop, step):
-            part = view[start : min(start + step, stop)]
-            self._pull_data(entry, first + start, part)
-            found, index = crc32_blocks(part, size)[1].hex(), (first + start) // size * DIGITS
+        last = first + len(view)
+        end = min(-(-last // size) * size, entry.num_bytes)
+        step = max(PART // size, 1) * size
+        for begin in range(first // size * size, end, step):
+            wanted, stop = max(begin, first), min(begin + step, last)
+            before, after = wanted - begin, min(begin + step, end) - stop
+            part = view[wanted - first : stop - first]
+            found, index = self._pull_blocks(entry, wanted, part, size, before, after).hex(), begin // size * DIGITS
             self._compare_blocks(entry.name, found, sums[index : index + len(found)])
 
-    def _take_of_block(self, entry: Entry, block: tuple[int, int], first: int, view: memoryview, checksum: str) -> None:
-        """Fill the part of `view` that is in one block, and check that block; `view` begins at byte `first`."""
-        index, size = block
-        begin, end = index * size, min((index + 1) * size, entry.num_bytes)
-        mine = view[max(begin - first, 0) : end - first]
-        at = max(begin, first)
-        before, after = memoryview(bytearray(at - begin)), memoryview(bytearray(end - at - len(mine)))
-        self._pull_data(entry, begin, before)
-        self._pull_data(entry, at, mine)
-        self._pull_data(entry, at + len(mine), after)
-        self._count_beside(len(before) + len(after))
-        value = crc32(mine, crc32(before) if before else 0)
-        self._compare(entry.name, crc32(after, value) if after else value, checksum)
-
-    def _count_beside(self, num_bytes: int) -> None:
-        if num_bytes:
-            with self._lock:
-                self.bytes_beside += num_bytes
+    def _count(self, data: int = 0, beside: int = 0) -> None:
+        with self._lock:
+            self.bytes_read += data
+            self.bytes_beside += beside
 
     def _check_values(self, entry: Entry, flat: Tensor) -> None:
         if entry.dtype == torch.bool and flat.numel() and int(flat.view(torch.uint8).max()) > 1:
@@ -244,8 +225,27 @@ class Reader:
     def _pull_data(self, entry: Entry, start: int, view: memoryview) -> None:
         """Fill `view` with the bytes of a tensor from `start` on."""
         self._pull(self._offsets[entry.name] + start, view, f"tensor {show(entry.name)}")
-        with self._lock:
-            self.bytes_read += len(view)
+        self._count(len(view))
+
+    def _pull_unchecked(self, entry: Entry, start: int, view: memoryview) -> None:
+        """Fill `view` in small parts."""
+        for at in range(0, len(view), CHUNK):
+            self._pull_data(entry, start + at, view[at : at + CHUNK])
+
+    def _pull_blocks(
+        self, entry: Entry, start: int, view: memoryview, block: int, before: int = 0, after: int = 0, value: int = 0
+    ) -> bytes:
+        """Fill `view`, read bytes before and after it, too, and return the checksums of the blocks of all of them."""
+        offset = self._offsets[entry.name] + start - before
+        read = FileRead(self._file.fileno(), offset, view, block, before, after, value)
+        try:
+            sums = read_blocks(read)
+        except OSError as error:
+            raise CheckpointError(f"{self._where(entry.name)}: cannot be read ({error.strerror or error})") from error
+        except EOFError:
+            raise CheckpointError(f"{self._where(entry.name)}: the file is truncated") from None
+        self._count(read.num_bytes, before + after)
+        return sums
 
     def _compare_blocks(self, name: str, found: str, expected: str) -> None:
         for at in range(0, len(found), DIGITS) if found != expected else ():

@@ -121,6 +121,8 @@ def _contradictions(name: str, params: Mapping[str, Any]) -> list[Problem]:
         return [("optimizer.params.nesterov", "true needs a momentum above 0, and a dampening of 0")]
     if params.get("fused") and params.get("foreach"):
         return [("optimizer.params.fused", "contradicts foreach, both are true; keep one")]
+    if params.get("differentiable"):
+        return [("optimizer.params.differentiable", "true needs steps that autograd records, and none are; remove it")]
     low, high = params.get("min_coeff", 0.01), params.get("max_coeff", 10.0)
     if name == "Lamb" and low > high:
         return [("optimizer.params.min_coeff", f"{low} is above max_coeff {high}")]

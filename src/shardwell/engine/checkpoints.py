@@ -296,7 +296,7 @@ class EngineCheckpoints:
             return self._open_foreign(root, tag)
         if mine:
             return mine[0]
-        manifest = Manifest.from_json(told["manifest"], told["path"])
+        manifest = Manifest.from_json(told["manifest"], told["path"], is_checked=True)
         return ShardwellSource(Path(told["path"]), manifest, shares=True)
 
     def _open_foreign(self, path: str, tag: str | None) -> Source:

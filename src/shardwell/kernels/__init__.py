@@ -18,6 +18,7 @@ from torch import Tensor
 
 from shardwell import spans, virtual_time
 from shardwell.errors import ShardwellError
+from shardwell.kernels.file_read import FileRead
 from shardwell.kernels.library import ISAS, Library, UnusableLibraryError, find
 from shardwell.kernels.moment8bit import Moment8bit
 from shardwell.kernels.reference import Reference
@@ -37,6 +38,7 @@ __all__ = [
     "BLOCK",
     "AdagradRule",
     "AdamRule",
+    "FileRead",
     "KernelInfo",
     "Like",
     "LionRule",
@@ -53,6 +55,7 @@ __all__ = [
     "crc32_blocks",
     "crc32_combine",
     "describe",
+    "read_blocks",
     "sum_of_squares",
     "to_bf16",
     "update",
@@ -143,6 +146,14 @@ def crc32_blocks(data: bytes | bytearray | memoryview, block: int, value: int = 
     Each byte is processed once. The last block may be shorter.
     """
     return _chosen()[0].crc32_blocks(data, block, value)
+
+
+def read_blocks(read: FileRead) -> bytes:
+    """Read bytes of a file, and return the checksums of their blocks, each in four bytes, big-endian.
+
+    `EOFError` is raised if the file ends too soon.
+    """
+    return _chosen()[0].read_blocks(read)
 
 
 def crc32_combine(first: int, second: int, num_bytes: int) -> int:

@@ -16,10 +16,11 @@ import torch
 from torch import Tensor
 
 from shardwell.errors import ShardwellError
+from shardwell.kernels.file_read import FileRead
 from shardwell.kernels.rules import AdagradRule, AdamRule, LionRule, Rule, SgdRule
 from shardwell.kernels.update_args import Moments8bitArgs, OutOfPlaceState, SplitMaster, UpdateArgs
 
-ABI_VERSION = 7
+ABI_VERSION = 8
 NAME = "libshardwell_native.so"
 ISAS = ("scalar", "avx2", "avx512")  # the index is the number in the library, the best last
 
@@ -129,6 +130,11 @@ class Library:
         library.shardwell_crc32.restype = ctypes.c_uint32
         library.shardwell_crc32_blocks.argtypes = [ctypes.c_uint32, _POINTER, _SIZE, _SIZE, _POINTER, _INT]
         library.shardwell_crc32_blocks.restype = ctypes.c_uint32
+        library.shardwell_read_blocks.argtypes = [
+            *(_INT, _SIZE, _SIZE, _POINTER, _SIZE, _SIZE, _SIZE),
+            *(ctypes.c_uint32, _POINTER, _INT),
+        ]
+        library.shardwell_read_blocks.restype = ctypes.c_int64
         library.shardwell_crc32_combine.argtypes = [ctypes.c_uint32, ctypes.c_uint32, _SIZE]
         library.shardwell_crc32_combine.restype = ctypes.c_uint32
         library.shardwell_stream.argtypes = [_POINTER, _POINTER, _POINTER, _SIZE, _INT, _INT]
@@ -164,6 +170,18 @@ class Library:
         sums = (ctypes.c_char * (-(-size // block) * 4))()
         value = self._library.shardwell_crc32_blocks(value, _address(data), size, block, sums, self._isa)
         return value, sums.raw
+
+    def read_blocks(self, read: FileRead) -> bytes:
+        sums = bytearray(max(read.num_blocks, 1) * 4)
+        found = self._library.shardwell_read_blocks(
+            *(read.file, read.offset, read.before, _address(read.data), len(read.data), read.after, read.block),
+            *(read.value, _address(sums), self._isa),
+        )
+        if found < 0:
+            raise OSError(-found, os.strerror(-found))
+        if found < read.num_bytes:
+            raise EOFError
+        return bytes(sums[: read.num_blocks * 4])
 
     def crc32_combine(self, first: int, second: int, num_bytes: int) -> int:
         return int(self._library.shardwell_crc32_combine(first, second, num_bytes))

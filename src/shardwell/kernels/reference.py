@@ -11,6 +11,7 @@ The library gives the same bits, except for the payload of a NaN.
 from __future__ import annotations
 
 import functools
+import os
 import zlib
 from collections.abc import Iterator
 from dataclasses import replace
@@ -19,6 +20,7 @@ import torch
 from torch import Tensor
 
 from shardwell.kernels import moments8, rounding
+from shardwell.kernels.file_read import FileRead
 from shardwell.kernels.rules import (
     LIKES,
     AdagradCoefficients,
@@ -34,6 +36,7 @@ from shardwell.kernels.rules import (
 from shardwell.kernels.update_args import Moments8bitArgs, OutOfPlaceState, SplitMaster, UpdateArgs
 
 _CHUNK = 2**18  # elements at a time, a multiple of the block of 8-bit moments, so that temporaries stay small
+_READ = 2**19  # bytes of one read from a file
 _BELOW_MIDDLE = 2**28 - 1  # bits of a double that are 0 in the middle of two fp32 numbers
 
 
@@ -74,6 +77,24 @@ class Reference:
             value = self.crc32_combine(value, one, len(part))
             sums += one.to_bytes(4, "big")
         return value, bytes(sums)
+
+    def read_blocks(self, read: FileRead) -> bytes:
+        unwanted = memoryview(bytearray(read.before + read.after))
+        offset, sums, value, left = read.offset, bytearray(), read.value, read.block
+        for place in (unwanted[: read.before], read.data, unwanted[read.before :]):
+            rest = place
+            while rest:
+                found = os.preadv(read.file, [rest[:_READ]], offset)
+                if not found:
+                    raise EOFError
+                part, rest, offset = rest[:found], rest[found:], offset + found
+                while part:
+                    value, taken = zlib.crc32(part[:left], value), min(left, len(part))
+                    part, left = part[taken:], left - taken
+                    if not left:
+                        sums += value.to_bytes(4, "big")
+                        value, left = 0, read.block
+        return bytes(sums + value.to_bytes(4, "big") if left < read.block else sums)
 
     def crc32_combine(self, first: int, second: int, num_bytes: int) -> int:
         return _product(first, _power_of_bytes(num_bytes)) ^ second

@@ -122,6 +122,10 @@ def by_name(block: OptimizerConfig, device: Device) -> tuple[Factory, dict[str, 
         raise ConfigError(
             f"optimizer.params: {block.type} does not take {', '.join(unknown)}; it takes {', '.join(sorted(known))}"
         )
+    if options.get("capturable") and not device.has_device_memory and not device.is_meta:
+        raise ConfigError(
+            "optimizer.params.capturable: true is for graphs of CUDA, and this run is on the CPU; remove it"
+        )
     if name in _WITH_FUSED and not device.is_meta and not {"fused", "foreach"} & set(options):
         options["fused"] = not (name == "Adagrad" and device.has_device_memory)
     return factory, options
