@@ -61,6 +61,25 @@ def test_a_line_has_loss_norm_rate_speed_memory_and_the_time_that_is_left(capsys
     ), line
 
 
+def test_the_last_step_of_a_schedule_has_a_line_if_none_was_due(capsys: pytest.CaptureFixture[str]) -> None:
+    schedule = {"type": "WarmupDecayLR", "params": {"total_num_steps": 3, "warmup_num_steps": 1}}
+    trained({"steps_per_print": 10, "scheduler": schedule}, steps=3)
+    assert re.match(r"step 3/3  loss \d", capsys.readouterr().out.splitlines()[-1])
+
+
+def test_work_that_takes_long_says_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Set-up, a save and a load, which take no time here."""
+    monkeypatch.setattr("shardwell.long_work.BEFORE_THE_FIRST", 0.0)
+    engine, _ = trained({}, steps=1)
+    engine.save_checkpoint(str(tmp_path))
+    engine.load_checkpoint(str(tmp_path))
+    said = capsys.readouterr().err
+    for words in ("initialize: units sharded: 1 of ", "saving global_step1: ", f"loading {tmp_path}"):
+        assert words in said
+
+
 def test_the_loss_of_accumulated_micro_steps_is_their_mean(tmp_path: Path) -> None:
     config = {"gradient_accumulation_steps": 2, "csv_monitor": {"enabled": True, "output_path": str(tmp_path)}}
     engine, losses = trained(config)

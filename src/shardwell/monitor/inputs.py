@@ -24,9 +24,8 @@ class BatchSize:
     def add(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Add one more micro-step."""
         first = kwargs.get("input_ids") if not args else args[0] if not kwargs else None
-        shape = first.shape if isinstance(first, Tensor) else ()
-        if len(shape) == 2 and first.dtype is torch.int64:  # nearly always: what size_of would find, in less time
-            self.last_samples, length = shape
+        if isinstance(first, Tensor) and first.dtype is torch.int64 and len(shape := first.shape) == 2:
+            self.last_samples, length = shape  # nearly always: what size_of would find, in less time
         else:
             self.last_samples, length = size_of(args, kwargs)
         self.samples += self.last_samples

@@ -92,9 +92,9 @@ class Monitor:
     # ------------------------------------------------------------------------------------------------ the engine calls
 
     def begin_anew(self) -> None:
-        """Measure from here, at the step that the engine is at: what came before, such as a load, is not of the steps."""
+        """Measure from here, at the step that the engine is at: what came before, such as a load, is no step."""
         if (engine := self._engine()) is not None:
-            self._wants_values = (engine.global_steps + 1) % self._interval == 0 or self._wants_all
+            self._wants_values = self._wants_all or (engine.global_steps + 1) % self._interval == 0
             self._reported, self._began, self._skipped = engine.global_steps, time.perf_counter(), engine.skipped_steps
             self._size = BatchSize()  # of the micro-steps since the last report
 
@@ -156,7 +156,7 @@ class Monitor:
         if engine is None:
             return
         step = engine.global_steps
-        is_due = step % self._interval == 0
+        is_due = step % self._interval == 0 or step == self.total_steps
         if is_due or self._wants_values:
             self._mark("step")
             if is_due or self._output.writers:
@@ -164,7 +164,7 @@ class Monitor:
             self._losses.clear()
             if is_due:
                 self._report(engine)
-        self._wants_values = (step + 1) % self._interval == 0 or self._wants_all
+        self._wants_values = (step + 1) % self._interval == 0 or self._wants_all or step + 1 == self.total_steps
         if self._output.display.wants_bar:
             self._output.display.tick(step, self.total_steps)
 
