@@ -35,3 +35,17 @@ class LongWork:
         left = seconds * (self._total - done) / max(done, 1)
         share = f"{self._shown(done)} of {self._shown(self._total)} ({done / self._total:.0%})"
         return f"{self._words}: {share} in {seconds:.0f} s, about {left:.0f} s left"
+
+
+class LongWait:
+    """A wait for something else than work of one's own, whose end nobody knows."""
+
+    def __init__(self, words: str) -> None:
+        self._words, self._began = words, time.monotonic()
+        self._next = self._began + BEFORE_THE_FIRST
+
+    def look(self) -> None:
+        """Say what is waited for, if that is due."""
+        if (now := time.monotonic()) >= self._next:
+            self._next = now + 3 * BETWEEN_LINES
+            print(f"{self._words} ({now - self._began:.0f} s so far)", file=sys.stderr, flush=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from shardwell import long_work
-from shardwell.long_work import LongWork
+from shardwell.long_work import LongWait, LongWork
 from shardwell.memory.statistics import human
 
 
@@ -41,3 +41,11 @@ def test_one_rank_speaks(clock: list[float], capsys: pytest.CaptureFixture[str])
     clock[0] += 20
     work.add()
     assert capsys.readouterr().err == ""
+
+
+def test_a_long_wait_says_what_it_waits_for(clock: list[float], capsys: pytest.CaptureFixture[str]) -> None:
+    wait = LongWait("waiting for a node")
+    for seconds in (9, 2, 5, 30):
+        clock[0] += seconds
+        wait.look()
+    assert capsys.readouterr().err == "waiting for a node (11 s so far)\nwaiting for a node (46 s so far)\n"
