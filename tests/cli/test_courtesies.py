@@ -180,3 +180,16 @@ def test_who_interrupts_a_run_reads_how_it_goes_on(tmp_path: Path, capsys: pytes
         assert words in " ".join(capsys.readouterr().err.split())
         (tmp_path / "checkpoints" / "global_step4").mkdir(parents=True, exist_ok=True)
         (tmp_path / "checkpoints" / "global_step4" / "manifest.json").touch()
+
+
+@pytest.mark.parametrize("named", ["argument", "SHARDWELL_DEVICE"])
+def test_a_gpu_that_is_not_there_is_said_in_words(monkeypatch: pytest.MonkeyPatch, named: str) -> None:
+    device = f"cuda:{torch.cuda.device_count()}"
+    if named == "SHARDWELL_DEVICE":
+        monkeypatch.setenv(named, device)
+    config = {"optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
+    given = device if named == "argument" else None
+    with pytest.raises(
+        ShardwellError, match=rf"'{device}', but torch .* finds .* CUDA devices? here. Leave the device"
+    ):
+        shardwell.initialize(model=torch.nn.Linear(2, 2), config=config, device=given)
