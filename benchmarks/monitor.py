@@ -62,7 +62,7 @@ def engine_with(width: int, **more: Any) -> Any:
 
 @contextlib.contextmanager
 def timed_monitor() -> Iterator[list[float]]:
-    """Yield a list with one number: the CPU seconds of this thread inside of the monitor's entry points."""
+    """Yield a list of one number: the CPU seconds of this thread inside of the monitor's entry points."""
     spent = [0.0]
 
     def timed(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -86,16 +86,20 @@ def timed_monitor() -> Iterator[list[float]]:
             setattr(Monitor, name, function)
 
 
-def own_seconds(steps: int, width: int, every: int) -> float:
-    """Return the CPU seconds of a step inside of the monitor."""
+def own_seconds(lines: int, width: int, every: int) -> dict[str, float]:
+    """Return the CPU seconds inside of the monitor: medians of a step without and with a line, and of `every` steps."""
     torch.set_num_threads(1)
     with timed_monitor() as spent, contextlib.redirect_stdout(io.StringIO()):
         engine = engine_with(width, steps_per_print=every)
         tokens = torch.randint(256, (2, 32), generator=torch.Generator().manual_seed(0))
         seconds_of(engine, tokens, 2 * every)
-        spent[0] = 0.0
-        seconds_of(engine, tokens, steps)
-        return spent[0] / steps
+        found: dict[bool, list[float]] = {False: [], True: []}
+        for step in range(1, lines * every + 1):
+            spent[0] = 0.0
+            seconds_of(engine, tokens, 1)
+            found[step % every == 0].append(spent[0])
+    quiet, line = statistics.median(found[False]), statistics.median(found[True])
+    return {"quiet_step": quiet, "step_with_line": line, "mean_step": quiet + (line - quiet) / every}
 
 
 def seconds_of(engine: Any, tokens: torch.Tensor, steps: int) -> float:
@@ -134,12 +138,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--every", type=int, default=10, help="steps_per_print")
     parser.add_argument("--json", help="where the figures go")
     args = parser.parse_args(argv)
-    own = own_seconds(5 * args.every, args.width, args.every)
-    found = {"own_seconds": own, **measure(args.rounds, args.steps, args.width, args.every)}
-    print(f"{1e6 * own:.1f} us of a step are inside of the monitor")
+    own = own_seconds(args.rounds, args.width, args.every)
+    found = measure(args.rounds, args.steps, args.width, args.every)
+    words = f"{1e6 * own['quiet_step']:.1f} us of a step, {1e6 * own['step_with_line']:.0f} us of one with a line"
+    print(f"{words}, {1e6 * own['mean_step']:.1f} us on average are inside of the monitor")
     words = f"{1e3 * found['step_seconds']:.2f} ms a step; lines add {1e6 * found['added_seconds']:.0f} us"
-    print(f"{words} ({found['share']:.2%}; by the first figure {own / found['step_seconds']:.2%})")
-    if path := keep({**circumstances(command_line("monitor", argv), "cpu"), **found}, "monitor", args.json):
+    print(f"{words} ({found['share']:.2%}; by the first figures {own['mean_step'] / found['step_seconds']:.2%})")
+    kept = {**circumstances(command_line("monitor", argv), "cpu"), "own_seconds": own, **found}
+    if path := keep(kept, "monitor", args.json):
         print(f"raw results: {path}")
     return 0
 

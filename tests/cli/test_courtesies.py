@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
+import re
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,11 +15,15 @@ import torch
 import torch.distributed as dist
 import typer
 from typer.main import get_command
+from typer.testing import CliRunner
 
 import shardwell
 from shardwell.cli import app
 from shardwell.cli.examples import EXAMPLES
+from shardwell.cli.failures import RankFailure, RanksFailedError, RunInterruptedError, exit_like_ranks
+from shardwell.cli.train_command import _way_on
 from shardwell.errors import ShardwellError
+from shardwell.train.recipe import Recipe
 from tests.support.command import ROOT, environment
 
 
@@ -41,6 +49,27 @@ def test_the_options_of_an_example_exist(command: str) -> None:
     own = example.split("train.py")[0]  # what follows a script is the script's
     assert {word for word in own.split() if word.startswith("-")} <= known
     assert isinstance(found, typer.core.TyperCommand)
+
+
+def test_errors_of_train_name_options_that_exist() -> None:
+    """Those of a recipe that have no option of their own are set by `--set`."""
+    found = commands(get_command(app))[("train",)]
+    known = {option for parameter in found.params for option in parameter.opts} | {"--local-dir"}  # hf's
+    for file in (ROOT / "src" / "shardwell" / "train").glob("*.py"):
+        assert set(re.findall(r"--[a-z][a-z-]+", file.read_text())) <= known, file
+    fields = set(Recipe.model_fields)
+    named = [re.findall(r"--set (\w+)=", file.read_text()) for file in (ROOT / "src" / "shardwell").glob("train/*.py")]
+    assert {"tokenizer", "text_field"} <= set(itertools.chain(*named)) <= fields
+
+
+@pytest.mark.parametrize("command", [("run",), ("plan",), ("checkpoint", "export"), ()])
+def test_help_names_no_types(command: tuple[str, ...]) -> None:
+    text = CliRunner().invoke(app, [*command, "--help"], env={"COLUMNS": "160"}).output
+    assert "Usage: " in text
+    assert not re.search(r"<\w+|bool|x>=|<=x", text), text
+    if command == ("run",):
+        assert re.search(r"--ranks\s+-n\s+N\s+Ranks on this node", text)
+        assert CliRunner().invoke(app, ["run", "-n", "0", "x.py"]).exit_code == 2  # a range is still one
 
 
 def test_tab_completion_shows_the_api() -> None:
@@ -127,3 +156,40 @@ def test_a_notebook_that_is_a_rank_already_is_told() -> None:
             shardwell.notebook_launcher(trained, (1,))
     finally:
         dist.destroy_process_group()
+
+
+def test_an_error_of_a_command_that_runs_own_code_has_no_traceback(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = RankFailure(0, 1, "ShardwellError: no rows", "Traceback ...", 0.0, ("ShardwellError", "Exception"))
+    other = dataclasses.replace(own, message="KeyError: 'a'", kinds=("KeyError", "Exception"))
+    shown = []
+    for failure, runs_own_code in ((own, True), (own, False), (other, True)):
+        RanksFailedError([failure]).show(runs_own_code=runs_own_code)
+        shown.append("Traceback" in capsys.readouterr().err)
+    assert shown == [False, True, True]
+    monkeypatch.setenv("SHARDWELL_DEBUG", "1")
+    RanksFailedError([own]).show(runs_own_code=True)
+    assert "Traceback" in capsys.readouterr().err
+
+
+def test_who_interrupts_a_run_reads_how_it_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for words in ("No checkpoint was saved yet", "The same command goes on from the last checkpoint in"):
+        with pytest.raises(typer.Exit), exit_like_ranks(then=lambda: _way_on(tmp_path)):
+            raise RunInterruptedError(2)
+        assert words in " ".join(capsys.readouterr().err.split())
+        (tmp_path / "checkpoints" / "global_step4").mkdir(parents=True, exist_ok=True)
+        (tmp_path / "checkpoints" / "global_step4" / "manifest.json").touch()
+
+
+@pytest.mark.parametrize("named", ["argument", "SHARDWELL_DEVICE"])
+def test_a_gpu_that_is_not_there_is_said_in_words(monkeypatch: pytest.MonkeyPatch, named: str) -> None:
+    device = f"cuda:{torch.cuda.device_count()}"
+    if named == "SHARDWELL_DEVICE":
+        monkeypatch.setenv(named, device)
+    config = {"optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
+    given = device if named == "argument" else None
+    with pytest.raises(
+        ShardwellError, match=rf"'{device}', but torch .* finds .* CUDA devices? here. Leave the device"
+    ):
+        shardwell.initialize(model=torch.nn.Linear(2, 2), config=config, device=given)

@@ -33,7 +33,11 @@ RUNS: dict[str, tuple[list[str], Callable[[str], bool]]] = {
     "nvme": (["{folder}", "20"], lambda out: "disk" in out and falls(out)),
     "lora": (["-", "20"], falls),
     "train_gpt": (["{text}"], falls),
+    "fine_tune": (["-", "20"], falls),
+    "offload": (["20"], lambda out: "host 384.0 KiB" in out and falls(out)),
+    "three_axes": (["20"], falls),
 }
+RANKS = {"three_axes": 4}  # here without a data axis; all others run on 2
 ELSEWHERE = {"ray_train"}  # tests/clients/test_ray_train.py runs it
 
 
@@ -48,7 +52,7 @@ def test_an_example_does_what_it_is_about(tmp_path: Path, name: str) -> None:
     text = tmp_path / "text.txt"
     text.write_text("the same words again and again. " * 1200)
     given = [one.format(folder=tmp_path, text=text) for one in arguments]
-    done = command("run", "-n", "2", EXAMPLES / f"{name}.py", *given, cwd=tmp_path)
+    done = command("run", "-n", str(RANKS.get(name, 2)), EXAMPLES / f"{name}.py", *given, cwd=tmp_path)
     assert done.returncode == 0, done.stderr[-3000:]
     assert shows(done.stdout), done.stdout[-3000:]
     assert f"examples/{name}.py" in (EXAMPLES / f"{name}.py").read_text().splitlines()[0]

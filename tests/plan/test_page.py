@@ -178,9 +178,9 @@ def test_controls_recompute_and_what_is_not_there_is_disabled(browser: Browser, 
         )
 
     assert "'a b' --gpus 16 --nodes 4" in browser.value(command)
-    choose("batch", "40")
+    choose("batch", "80")
     assert browser.value(said) != before
-    assert "--micro-batch 40" in browser.value(command)
+    assert "--micro-batch 80" in browser.value(command)
     assert browser.value("document.querySelector('#verdict').className") == "over"
     choose("sequence", "700")  # the nearest multiple is shown and computed
     assert "--seq 768" in browser.value(command)

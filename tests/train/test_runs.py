@@ -234,14 +234,16 @@ def test_one_command_trains_evaluates_and_exports(tmp_path: Path) -> None:
     few = ["--steps", "6", "--set", "log_every=3", "--set", "sample_tokens=8", "--output", str(tmp_path / "out")]
     done = command("train", "--demo", *few, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    first, *lines = done.stdout.splitlines()
+    data, first, *lines = done.stdout.splitlines()
+    assert re.fullmatch(r"data: \d+ rows of \d+ tokens; 6 steps of 8 rows, epochs: [\d.]+", data)
     assert first.startswith("LlamaForCausalLM: 357,216 parameters in 4 units on 2 ranks (cpu), stage 3")
     assert [line.split()[0] for line in lines] == ["before:", "step", "step", "step", "after:", "exported:"]
     loss = [float(line.split("loss ")[1].split()[0]) for line in lines if line.startswith("step")]
     assert loss[2] < loss[0]
     assert (tmp_path / "out" / "model" / "model.safetensors").exists()
     again = command("train", "--demo", *few, cwd=tmp_path)
-    assert again.stdout.splitlines()[1].startswith("resumed at step 6")
+    assert again.stdout.splitlines()[2].startswith("resumed at step 6")
+    assert again.stdout.splitlines()[3].startswith("all 6 steps are done: --steps N for more")
 
 
 def test_the_folder_of_another_run_is_refused_with_the_way_out(tmp_path: Path, chats: str) -> None:

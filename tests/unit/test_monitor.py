@@ -6,7 +6,9 @@ import csv
 import os
 import re
 import sys
+import time
 import types
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ import shardwell
 from shardwell.errors import ConfigError
 from shardwell.memory import Device
 from shardwell.monitor.flops import flops_per_token, peak_flops
+from shardwell.monitor.inputs import BatchSize, size_of
 from shardwell.monitor.numbers import counted, duration, short
 from shardwell.monitor.phases import Phases, phases_line
 from tests.support.models import Gpt, batches, share, zero
@@ -56,6 +59,25 @@ def test_a_line_has_loss_norm_rate_speed_memory_and_the_time_that_is_left(capsys
         rf"  {number} s/step  {number}k? tokens/s  {number} [kM]FLOP/s  device 110.8 KiB  ETA \d\d:\d\d",
         line,
     ), line
+
+
+def test_the_last_step_of_a_schedule_has_a_line_if_none_was_due(capsys: pytest.CaptureFixture[str]) -> None:
+    schedule = {"type": "WarmupDecayLR", "params": {"total_num_steps": 3, "warmup_num_steps": 1}}
+    trained({"steps_per_print": 10, "scheduler": schedule}, steps=3)
+    assert re.match(r"step 3/3  loss \d", capsys.readouterr().out.splitlines()[-1])
+
+
+def test_work_that_takes_long_says_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Set-up, a save and a load, which take no time here."""
+    monkeypatch.setattr("shardwell.long_work.BEFORE_THE_FIRST", 0.0)
+    engine, _ = trained({}, steps=1)
+    engine.save_checkpoint(str(tmp_path))
+    engine.load_checkpoint(str(tmp_path))
+    said = capsys.readouterr().err
+    for words in ("initialize: units sharded: 1 of ", "saving global_step1: ", f"loading {tmp_path}"):
+        assert words in said
 
 
 def test_the_loss_of_accumulated_micro_steps_is_their_mean(tmp_path: Path) -> None:
@@ -113,6 +135,82 @@ def test_no_value_is_read_between_two_lines(tmp_path: Path, capsys: pytest.Captu
     assert len(monitor._output.waiting) == (6 if writes else 0)
     assert monitor._losses == []
     assert "step" not in capsys.readouterr().out.splitlines()[-1][:5]
+
+
+def calls_in(entries: Callable[[], None]) -> int:
+    """How many functions of Python and of C are called."""
+    found = [0]
+
+    def count(frame: Any, event: str, argument: Any) -> None:
+        found[0] += event in ("call", "c_call")
+
+    sys.setprofile(count)
+    try:
+        entries()
+    finally:
+        sys.setprofile(None)
+    return found[0]
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_a_step_without_a_line_costs_a_few_calls(named: bool) -> None:
+    """Calls do not depend on the load of the machine; one that nothing precedes takes about a microsecond."""
+    engine, _ = trained({"steps_per_print": 100}, steps=1)
+    monitor, tokens, loss = engine.monitor, torch.zeros(2, 3, dtype=torch.long), torch.zeros(1, requires_grad=True)
+
+    def step() -> None:
+        monitor._forward_begins(engine, () if named else (tokens,), {"input_ids": tokens} if named else {})
+        monitor._forward_ends(engine, (), loss)
+        monitor.backward_begins(loss, is_divided=False)
+        monitor.backward_ends()
+        monitor.step_begins()
+        monitor.step_ends()
+
+    step()
+    assert calls_in(step) <= 18
+
+
+def test_a_resumed_run_has_its_lines_at_the_same_steps_and_no_load_in_their_time(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, _ = trained({}, steps=3)
+    engine.save_checkpoint(str(tmp_path))
+    engine.destroy()
+    engine, _ = trained({"steps_per_print": 4}, steps=0)
+    now = time.perf_counter
+    monkeypatch.setattr("shardwell.monitor.monitor.time.perf_counter", lambda: now() + (1000 if loaded else 0))
+    loaded: list[bool] = []
+    restore = shardwell.engine.checkpoints.restore_values
+    monkeypatch.setattr(
+        "shardwell.engine.checkpoints.restore_values", lambda *given: (loaded.append(True), restore(*given))
+    )
+    engine.load_checkpoint(str(tmp_path))
+    engine.backward(engine(batches(1, 4)[0]))
+    engine.step()
+    line = capsys.readouterr().out.splitlines()[-1]
+    found = re.fullmatch(r"step 4  loss \S+ .*  ([\d.e-]+) s/step .*", line)
+    assert found, line
+    assert float(found[1]) < 100  # 250 if the clock that was put forward counts
+
+
+@pytest.mark.parametrize(
+    ("args", "kwargs"),
+    [
+        ((torch.zeros(4, 7, dtype=torch.long),), {}),
+        ((), {"labels": torch.zeros(2, 3, dtype=torch.long), "input_ids": torch.zeros(4, 7, dtype=torch.long)}),
+        ((torch.zeros(4, 3, 8, 8),), {}),
+        ((torch.zeros(4, 7), torch.zeros(4, 9, dtype=torch.long)), {}),
+        ((torch.zeros(4, 3, dtype=torch.long),), {"input_ids": torch.zeros(4, 7, dtype=torch.long)}),
+        (({"input_ids": torch.zeros(4, 7, dtype=torch.int32)},), {}),
+        ((torch.zeros(()),), {}),
+        ((), {}),
+    ],
+)
+def test_the_short_way_to_a_batchs_size_finds_what_the_long_one_finds(args: Any, kwargs: Any) -> None:
+    size = BatchSize()
+    size.add(args, kwargs)
+    samples, length = size_of(args, kwargs)
+    assert (size.last_samples, size.samples, size.tokens) == (samples, samples, samples * length)
 
 
 def test_the_passes_of_a_pipeline_are_one_phase() -> None:

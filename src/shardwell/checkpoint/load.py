@@ -24,8 +24,10 @@ from shardwell.checkpoint.sources import MODEL, SCALAR, STATE, ShardwellSource, 
 from shardwell.checkpoint.sources.base import StoredTensor
 from shardwell.checkpoint.sources.reading import into, region_into
 from shardwell.errors import CheckpointError
+from shardwell.long_work import LongWork
 from shardwell.memory.host_memory import prefault
 from shardwell.memory.machine import current_machine
+from shardwell.memory.statistics import human
 from shardwell.optim import ShardedOptimizer
 from shardwell.optim.odd_state import state_from_json
 from shardwell.optim.param_slices import ParamSlice
@@ -159,11 +161,14 @@ class CheckpointLoader:
             for request in requests:
                 self._read(request)  # for the checksums; it is read again when it is needed
             return
+        loading = LongWork(
+            f"loading {self._source.where}", num_bytes, speaks=os.environ.get("RANK", "0") == "0", shown=human
+        )
         places = list(self._places())  # here, because malloc gives each thread fresh pages, and this one used ones
-        self._read_all(deque(places))
+        self._read_all(deque(places), loading)
         self._staged = dict(places)
 
-    def _read_all(self, pending: deque[tuple[ReadRequest, Tensor]]) -> None:
+    def _read_all(self, pending: deque[tuple[ReadRequest, Tensor]], loading: LongWork) -> None:
         """Read on several threads. Each takes one request after the other: a future for each would cost more."""
 
         def work() -> None:
@@ -174,6 +179,7 @@ class CheckpointLoader:
                     return
                 try:
                     self._read_into(request, flat)
+                    loading.add(flat.nbytes)
                 except BaseException:
                     pending.clear()
                     raise

@@ -28,7 +28,9 @@ from shardwell.checkpoint.folder import Folder
 from shardwell.checkpoint.manifest import Manifest
 from shardwell.checkpoint.rank_contents import RankContents
 from shardwell.errors import CheckpointError
+from shardwell.long_work import LongWork
 from shardwell.memory import Device, MemoryStats, StateKind, Tier
+from shardwell.memory.statistics import human
 from shardwell.parallel.rank_store import ALL, Pause, arrive, between, forget_arrival, has_all
 
 _OK, _RESULT, _WRITTEN, _HEARD, _PROBLEM, _ANY, _BEAT = "ok", "result", "written", "heard", "problem", "any", "beat"
@@ -80,9 +82,14 @@ class Saver:
     def write_now(self, job: SaveJob, contents: RankContents, values: Mapping[str, Any]) -> None:
         """Write and commit a checkpoint; return when all ranks can see it, or raise on all of them."""
 
+        total = sum(part.num_bytes for part in contents.parts.values())
+        saving = LongWork(f"saving {job.tag}", total, speaks=self._rank == 0, shown=human)
+
         def data(name: str) -> Tensor:
             self._send_heartbeat(job)
-            return contents.parts[name].read().cpu()
+            value = contents.parts[name].read().cpu()
+            saving.add(contents.parts[name].num_bytes)
+            return value
 
         self._write(job, contents, values, data)
 

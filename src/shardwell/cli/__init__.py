@@ -20,11 +20,12 @@ from shardwell.cli import (
     run_command,
     train_command,
 )
-from shardwell.cli.examples import epilog
+from shardwell.cli.examples import Command, Group, epilog
 from shardwell.errors import ShardwellError
 from shardwell.version import __version__
 
 app = typer.Typer(
+    cls=Group,
     name="shardwell",
     help="The Zero Redundancy Optimizer as one engine on PyTorch.",
     no_args_is_help=True,
@@ -32,17 +33,19 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-app.command("demo", epilog=epilog("demo"))(demo_command.demo)
-app.command("run", epilog=epilog("run"), context_settings={"allow_interspersed_args": False})(run_command.run)
-app.command("train", epilog=epilog("train"))(train_command.train)
-app.command("plan", epilog=epilog("plan"))(plan_command.plan)
-app.command("calibrate", epilog=epilog("calibrate"))(calibrate_command.calibrate)
-app.command("doctor", epilog=epilog("doctor"))(doctor_command.doctor)
-app.command("config", epilog=epilog("config"))(config_command.show)
+app.command("demo", cls=Command, epilog=epilog("demo"))(demo_command.demo)
+app.command("run", cls=Command, epilog=epilog("run"), context_settings={"allow_interspersed_args": False})(
+    run_command.run
+)
+app.command("train", cls=Command, epilog=epilog("train"))(train_command.train)
+app.command("plan", cls=Command, epilog=epilog("plan"))(plan_command.plan)
+app.command("calibrate", cls=Command, epilog=epilog("calibrate"))(calibrate_command.calibrate)
+app.command("doctor", cls=Command, epilog=epilog("doctor"))(doctor_command.doctor)
+app.command("config", cls=Command, epilog=epilog("config"))(config_command.show)
 app.add_typer(checkpoint_command.app, name="checkpoint")
 
 
-@app.command("version", epilog=epilog("version"))
+@app.command("version", cls=Command, epilog=epilog("version"))
 def version() -> None:
     """Print the version."""
     typer.echo(__version__)

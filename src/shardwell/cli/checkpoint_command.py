@@ -21,7 +21,7 @@ from shardwell.cli.checkpoint_console import (
     num_bytes,
     opened,
 )
-from shardwell.cli.examples import epilog
+from shardwell.cli.examples import Command, Group, epilog
 from shardwell.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -31,18 +31,19 @@ if TYPE_CHECKING:
 _LEFTOVER_AGE = 3600.0  # seconds without a change after which a directory is not being written
 
 app = typer.Typer(
+    cls=Group,
     help="Look into checkpoints, check, convert, compare and remove them.",
     no_args_is_help=True,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
 
-app.command("export", epilog=epilog("export"))(export_command.export)
-app.command("zero-to-fp32", epilog=epilog("zero-to-fp32"))(export_command.zero_to_fp32)
-app.command("ds-to-universal", epilog=epilog("ds-to-universal"))(export_command.ds_to_universal)
+app.command("export", cls=Command, epilog=epilog("export"))(export_command.export)
+app.command("zero-to-fp32", cls=Command, epilog=epilog("zero-to-fp32"))(export_command.zero_to_fp32)
+app.command("ds-to-universal", cls=Command, epilog=epilog("ds-to-universal"))(export_command.ds_to_universal)
 
 
-@app.command("inspect", epilog=epilog("inspect"))
+@app.command("inspect", cls=Command, epilog=epilog("inspect"))
 def inspect(
     path: CheckpointPath,
     tag: CheckpointTag = None,
@@ -80,7 +81,7 @@ def inspect(
         typer.echo(json.dumps(values.get("config"), indent=2))
 
 
-@app.command("verify", epilog=epilog("verify"))
+@app.command("verify", cls=Command, epilog=epilog("verify"))
 def verify(path: CheckpointPath, tag: CheckpointTag = None) -> None:
     """Read every byte and compare it with its checksum. Exit code 1 if anything is damaged; all damages are listed."""
     from shardwell.checkpoint.sources import kind_of
@@ -95,7 +96,7 @@ def verify(path: CheckpointPath, tag: CheckpointTag = None) -> None:
     console_of_stdout().print(Text(good), soft_wrap=True)
 
 
-@app.command("diff", epilog=epilog("diff"))
+@app.command("diff", cls=Command, epilog=epilog("diff"))
 def diff(
     first: Annotated[Path, typer.Argument(metavar="A", help="A checkpoint of any kind, or a folder of checkpoints.")],
     second: Annotated[Path, typer.Argument(metavar="B", help="The one to compare it with.")],
@@ -123,7 +124,7 @@ def diff(
         raise typer.Exit(1)
 
 
-@app.command("prune", epilog=epilog("prune"))
+@app.command("prune", cls=Command, epilog=epilog("prune"))
 def prune(
     path: Annotated[Path, typer.Argument(metavar="PATH", help="A folder of shardwell's checkpoints.")],
     keep_last: Annotated[

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -90,11 +91,15 @@ class RanksFailedError(ShardwellError):
             return 1
         return first.exit_code if first.exit_code > 0 else 128 - first.exit_code
 
-    def show(self) -> None:
-        """Print the first failing rank's error to stderr, then the other failures."""
+    def show(self, *, runs_own_code: bool = False) -> None:
+        """Print the first failing rank's error to stderr, then the other failures.
+
+        Where ranks run shardwell's own code, an error of shardwell's needs no traceback: its message says what to do.
+        """
         console = Console(stderr=True)
         console.print(Text.assemble(("error: ", "bold red"), (str(self), "red")), soft_wrap=True)
-        if self.ends[0].details:
+        is_clear = runs_own_code and "ShardwellError" in self.ends[0].kinds and os.environ.get("SHARDWELL_DEBUG") != "1"
+        if self.ends[0].details and not is_clear:
             console.print(Text(self.ends[0].details.rstrip(), "dim"), soft_wrap=True)
         for end in self.ends[1:]:
             if not end.was_ended:
@@ -154,13 +159,16 @@ def _signal_name(number: int) -> str:
 
 
 @contextlib.contextmanager
-def exit_like_ranks() -> Iterator[None]:
-    """Run a launch in the block; if ranks fail, print why, and end the command with their exit code."""
+def exit_like_ranks(*, runs_own_code: bool = False, then: Callable[[], str] = str) -> Iterator[None]:
+    """Run a launch in the block; if ranks fail, print why, and end the command with their exit code.
+
+    What `then` returns is said after a run that was interrupted.
+    """
     try:
         yield
     except RanksFailedError as failure:
-        failure.show()
+        failure.show(runs_own_code=runs_own_code)
         raise typer.Exit(failure.exit_code) from None
     except RunInterruptedError as interrupted:
-        Console(stderr=True).print(f"[yellow]{interrupted}[/yellow]")
+        Console(stderr=True).print(Text(f"{interrupted}{then()}", "yellow"), soft_wrap=True)
         raise typer.Exit(interrupted.exit_code) from None

@@ -34,6 +34,7 @@ from shardwell.cli.gate import MEET, STORE, Background, Gate, splice
 from shardwell.cli.loopback import ADDRESS, bound, host_store, listening, reach_store
 from shardwell.cli.rounds import Rounds
 from shardwell.errors import ShardwellError
+from shardwell.long_work import LongWait
 from shardwell.parallel.attendance import LAUNCHERS_WORDS
 
 _TIMEOUT = timedelta(seconds=60)  # within which a store has to answer the launcher
@@ -123,10 +124,12 @@ class MultiNodeRendezvous(_Handler):
             self._channel = self._background.do(self._enter(deadline))
         self._looked = 0.0
         answer = self._ask("join")
+        wait = LongWait(f"waiting at {self._address}:{self._port} for the other nodes (--nnodes {self._nodes})")
         while not answer["closed"] and answer["seat"] is None:
             if time.monotonic() > deadline:
                 raise RendezvousTimeoutError
             time.sleep(_RETRY)
+            wait.look()
             answer = self._ask("look")
         if answer["closed"]:
             raise RendezvousClosedError
@@ -179,6 +182,10 @@ class MultiNodeRendezvous(_Handler):
     async def _enter(self, deadline: float) -> Channel:
         """A channel to the gate, which may open later than this; raises when it turns this node away."""
         turned_away: float | None = None
+        wait = LongWait(
+            f"waiting for the launcher at {self._address}:{self._port}, where the nodes meet: does it run there, can "
+            "this node reach the port (--master-addr, --master-port), and does no other process use it?"
+        )
         while True:
             try:
                 channel = await enter(self._address, self._port, self._key)
@@ -192,6 +199,7 @@ class MultiNodeRendezvous(_Handler):
                     raise ShardwellError(self._why_not(error)) from None
             except (OSError, ClosedError):
                 turned_away = None
+            wait.look()
             if time.monotonic() > deadline:
                 raise RendezvousTimeoutError
             await asyncio.sleep(_RETRY)

@@ -80,7 +80,7 @@ def train(
         typer.echo(as_yaml(found), nl=False)
         return
     ranks = num_ranks or (2 if demo else _one_per_gpu())
-    with exit_like_ranks():
+    with exit_like_ranks(runs_own_code=True, then=lambda: _way_on(Path(found.output))):
         launch(
             ["-m", "shardwell.train.rank", json.dumps(found.to_dict())],
             LaunchTopology(ranks),
@@ -97,6 +97,13 @@ def _option(text: str) -> tuple[str, Any]:
         return name, json.loads(value)
     except ValueError:
         return name, value
+
+
+def _way_on(output: Path) -> str:
+    """Return what a person who has interrupted a run can do."""
+    if any(output.glob("checkpoints/*/manifest.json")):
+        return f". The same command goes on from the last checkpoint in {output}."
+    return ". No checkpoint was saved yet; --set save_every=N saves every N steps."
 
 
 def _one_per_gpu() -> int:

@@ -49,6 +49,8 @@ def restore_values(engine: Engine, values: dict[str, Any], with_optimizer: bool,
     state = values.get(f"rng/{engine.global_rank}")
     if state is not None:
         set_random_state(engine, state)
+    if engine.monitor is not None:
+        engine.monitor.begin_anew()
 
 
 def module_of_extra(model: nn.Module, key: str) -> nn.Module:

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 class Engine(nn.Module):
     """A module that wraps a model and shards its parameters, gradients and optimizer state over the ranks.
 
-    `shardwell.initialize` creates it. It is called like the model; a plain `loss.backward()` works too::
+    `shardwell.initialize` creates it. It is called like the model; a plain `loss.backward()` works too:
 
         engine, optimizer, _, _ = shardwell.initialize(model=model, config=config)
         for batch, target in data:

@@ -48,6 +48,7 @@ from shardwell.engine.unit_specs import unit_specs
 from shardwell.engine.user_data_loader import UserDataLoader, loader_like, with_batch_of
 from shardwell.errors import ConfigError, DivergenceError, ShardwellError
 from shardwell.kernels.quantize import Codec
+from shardwell.long_work import LongWork
 from shardwell.memory import Device
 from shardwell.memory.local_gpus import default_device, device_named
 from shardwell.optim import OptimizerFactory, ShardedOptimizer, factory_for, lr_schedules
@@ -285,7 +286,11 @@ def build_units(
     """Move parameters into groups, units on the lowest tiers first: they leave memory before others allocate it."""
     places = _places(specs, settings, factory, context, offload)
     order = sorted(range(len(specs)), key=lambda index: -offload.places[specs[index].name].depth)
-    units = [Unit(index, specs[index], _groups(specs[index], settings, factory, places, context)) for index in order]
+    speaks = context.roles.all.rank_group.rank == 0 and not context.device.is_meta
+    sharding, units = LongWork("initialize: units sharded", len(order), speaks=speaks), []
+    for index in order:
+        units.append(Unit(index, specs[index], _groups(specs[index], settings, factory, places, context)))
+        sharding.add()
     return sorted(units, key=lambda unit: unit.index)
 
 

@@ -28,7 +28,8 @@ def monitor_for(engine: Engine) -> Monitor | None:
 
     if engine.settings.steps_per_print:
         print(startup_line(engine), flush=True)
-    return Monitor(engine, engine._context.device, engine._context.roles.all.traffic)
+    context = engine._context
+    return Monitor(engine, context.device, context.roles.all.traffic, context.memory_stats)
 
 
 def asks_for_output(config: Config) -> bool:

@@ -34,7 +34,7 @@ from shardwell.runtime.trace import TraceAction
 class PipelinedEngine(Engine):
     """An engine whose model is divided into pipeline stages, of which this rank has some.
 
-    All ranks call `train_batch` with an iterator over the same micro-batches, as far as they train on the same rows::
+    All ranks call `train_batch` with an iterator over the same micro-batches, as far as they train on the same rows:
 
         engine, *_ = shardwell.initialize(model=shardwell.pipeline.split(model, loss_fn=loss_fn), config=config)
         for _ in range(steps):

@@ -31,11 +31,16 @@ def device_named(name: torch.device | str, where: str) -> torch.device:
         device = torch.device(name)
     except RuntimeError:
         raise ShardwellError(f"{where}: {str(name)!r} is no device; expected cpu, cuda or cuda:INDEX") from None
-    if device.type != "cuda" or ":" in str(device):
+    if device.type != "cuda":
         return device
-    if not torch.cuda.is_available():
-        raise ShardwellError(f"{where}: {str(name)!r}, but torch {torch.__version__} finds no CUDA device here")
-    return _own_gpu()
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if (device.index or 0) >= count:
+        found = f"{count} CUDA device{'' if count == 1 else 's'}" if count else "no CUDA device"
+        raise ShardwellError(
+            f"{where}: {str(name)!r}, but torch {torch.__version__} finds {found} here. Leave the device out to use "
+            "what there is; `shardwell doctor` shows driver, torch and GPUs"
+        )
+    return device if ":" in str(device) else _own_gpu()
 
 
 def _own_gpu() -> torch.device:

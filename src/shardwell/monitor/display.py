@@ -17,7 +17,7 @@ class Display:
     """Prints lines; on a terminal a bar stays below them, and below what the script prints."""
 
     def __init__(self, *, with_bar: bool) -> None:
-        self._wants_bar = with_bar and is_terminal()
+        self.wants_bar = with_bar and is_terminal()
         self._bar: Progress | None = None
         self._task: TaskID | None = None
         self._drawn = 0.0
@@ -31,9 +31,7 @@ class Display:
             self._bar.console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def tick(self, step: int, total: int | None) -> None:
-        """Show that a step has ended; the bar is drawn a few times a second at most."""
-        if not self._wants_bar:
-            return
+        """Show that a step has ended, on a display that wants a bar; it is drawn a few times a second at most."""
         now, self._last = time.perf_counter(), (step, total)
         if now - self._drawn < _REDRAW and step != total:
             return
@@ -62,7 +60,7 @@ class Display:
         if self._bar is not None:
             self._draw()
             bar, self._bar = self._bar, None
-            self._wants_bar = False
+            self.wants_bar = False
             bar.stop()
 
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 _TOKENS = ("input_ids", "tokens", "decoder_input_ids")
@@ -22,7 +23,11 @@ class BatchSize:
 
     def add(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Add one more micro-step."""
-        self.last_samples, length = size_of(args, kwargs)
+        first = kwargs.get("input_ids") if not args else args[0] if not kwargs else None
+        if isinstance(first, Tensor) and first.dtype is torch.int64 and len(shape := first.shape) == 2:
+            self.last_samples, length = shape  # nearly always: what size_of would find, in less time
+        else:
+            self.last_samples, length = size_of(args, kwargs)
         self.samples += self.last_samples
         self.tokens += self.last_samples * length
         self.length = length or self.length

@@ -1,7 +1,8 @@
 """The monitor of rank 0: it notes losses and times as the engine works, and reports every `steps_per_print` steps.
 
-Between two reports it only keeps references to scalars and, with `wall_clock_breakdown`, records events: the host waits
-for the device when a report is due, and not before.
+In a step whose values nobody will read it counts the samples, and that is all (`_wants_values`). Of the others it keeps
+references to scalars and, with `wall_clock_breakdown`, records events: the host waits for the device when a report is
+due, and not before.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwell.config import Config
-from shardwell.memory import Device, MemoryReport, Tier
+from shardwell.memory import Device, MemoryReport, MemoryStats, Tier
 from shardwell.memory.statistics import human
 from shardwell.monitor.comms_log import CommsLog
 from shardwell.monitor.display import Display
@@ -61,10 +62,10 @@ class Monitor:
 
     enabled = True
 
-    def __init__(self, engine: WatchedEngine, device: Device, traffic: TrafficStats) -> None:
+    def __init__(self, engine: WatchedEngine, device: Device, traffic: TrafficStats, memory_stats: MemoryStats) -> None:
         config = engine.settings
         self._engine = weakref.ref(engine)
-        self._config, self._device = config, device
+        self._config, self._device, self._memory_stats = config, device, memory_stats
         self._interval = config.steps_per_print or _DEFAULT_INTERVAL
         self._output = Output(Display(with_bar=bool(config.steps_per_print)), writers_for(config))
         self.total_steps = _planned_steps(config, engine.lr_scheduler)
@@ -72,25 +73,37 @@ class Monitor:
         self._shown: Tensor | None = None  # the model's own loss, for loops that call loss.backward()
         self._sums_losses = False
         self._rate: float | None = None
-        self._size = BatchSize()  # of the micro-steps since the last report
         self._flops: float | None = None  # of a token
+        dtype = torch.bfloat16 if config.bf16.enabled or config.torch_autocast.enabled else None
+        self._peak = peak_flops(device.name, torch.float16 if config.fp16.enabled else dtype)
         self._profiled_samples = 0  # of the forward whose FLOPs were counted
         self._profile = FlopCount(engine.module) if config.flops_profiler.enabled else None
         self.phases = Phases(device) if config.wall_clock_breakdown else None
         self.comms = CommsLog(config.comms_logger, device, traffic) if config.comms_logger.enabled else None
         traffic.observer = self.comms
-        self._reported, self._began, self._skipped = engine.global_steps, time.perf_counter(), engine.skipped_steps
+        self._wants_all = (
+            bool(self._output.writers) or self.phases is not None
+        )  # files have all steps, phases all times
+        self.begin_anew()
         engine.register_forward_pre_hook(self._forward_begins, with_kwargs=True)
-        engine.register_forward_hook(self._forward_ends, always_call=True)
+        engine.register_forward_hook(self._forward_ends, always_call=self._profile is not None)  # a count must end
         weakref.finalize(engine, self._output.close)
 
     # ------------------------------------------------------------------------------------------------ the engine calls
 
+    def begin_anew(self) -> None:
+        """Measure from here, at the step that the engine is at: what came before, such as a load, is no step."""
+        if (engine := self._engine()) is not None:
+            self._wants_values = self._wants_all or (engine.global_steps + 1) % self._interval == 0
+            self._reported, self._began, self._skipped = engine.global_steps, time.perf_counter(), engine.skipped_steps
+            self._size = BatchSize()  # of the micro-steps since the last report
+
     def _forward_begins(self, engine: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if not torch.is_grad_enabled():
             return
-        self._take_shown_loss()
         self._size.add(args, kwargs)
+        if self._wants_values:
+            self._take_shown_loss()
         if (profile := self._profile) is not None:
             is_due = engine.global_steps + 1 >= self._config.flops_profiler.profile_step
             if is_due and not profile.by_module and not profile.is_open:
@@ -100,16 +113,15 @@ class Monitor:
         if self._profile is not None and self._profile.is_open:
             self._profile.end()
             self._show_profile(self._profile)
-        if torch.is_grad_enabled():
+        if self._wants_values and torch.is_grad_enabled():
             self._mark("forward")
-            self._shown = loss_in(output) if self._wants_losses(engine) else None
+            self._shown = loss_in(output)
 
     def backward_begins(self, loss: Tensor, *, is_divided: bool) -> None:
         """Note the loss of a micro-step; `is_divided`: by the accumulation steps."""
-        self._mark("other")
-        self._sums_losses, self._shown = is_divided, None
-        engine = self._engine()
-        if engine is not None and self._wants_losses(engine):
+        if self._wants_values:
+            self._mark("other")
+            self._sums_losses, self._shown = is_divided, None
             self._losses.append(loss.detach().reshape(()))
 
     def backward_ends(self) -> None:
@@ -125,18 +137,9 @@ class Monitor:
 
     def step_begins(self) -> None:
         """Note that gradients are applied. After a plain `loss.backward()` this is the end of the backward, too."""
-        self._take_shown_loss()
-        engine = self._engine()
-        if engine is not None and self._is_kept(engine.global_steps + 1):
+        if self._wants_values and (engine := self._engine()) is not None:
+            self._take_shown_loss()
             self._rate = next(iter(engine.get_lr()), None)  # before the schedule's step
-
-    def _wants_losses(self, engine: WatchedEngine) -> bool:
-        """Whether to note the loss of a micro-step: for a step that is kept, or to tell a backward from other time."""
-        return self.phases is not None or self._is_kept(engine.global_steps + 1)
-
-    def _is_kept(self, step: int) -> bool:
-        """Whether values of a step are wanted: a line shows those of its last step, and files have all."""
-        return step % self._interval == 0 or bool(self._output.writers)
 
     def _take_shown_loss(self) -> None:
         """End what follows a forward: it was the backward, if `engine.backward` was not called and a loss is known."""
@@ -152,14 +155,18 @@ class Monitor:
         engine = self._engine()
         if engine is None:
             return
-        self._mark("step")
         step = engine.global_steps
-        if self._is_kept(step):
-            self._keep(engine, step)
-        self._losses.clear()
-        if step % self._interval == 0:
-            self._report(engine)
-        self._output.display.tick(step, self.total_steps)
+        is_due = step % self._interval == 0 or step == self.total_steps
+        if is_due or self._wants_values:
+            self._mark("step")
+            if is_due or self._output.writers:
+                self._keep(engine, step)
+            self._losses.clear()
+            if is_due:
+                self._report(engine)
+        self._wants_values = (step + 1) % self._interval == 0 or self._wants_all or step + 1 == self.total_steps
+        if self._output.display.wants_bar:
+            self._output.display.tick(step, self.total_steps)
 
     def _keep(self, engine: WatchedEngine, step: int) -> None:
         """Keep the values of a step until they are read."""
@@ -197,14 +204,15 @@ class Monitor:
         values = self._output.read()
         now = time.perf_counter()
         steps, seconds = engine.global_steps - self._reported, now - self._began
-        if steps < 1 or not values:  # a checkpoint was loaded in between: nothing was measured
-            self._reported, self._began, self._size = engine.global_steps, now, BatchSize()
+        if steps < 1 or not values:  # the script has set `global_steps`: nothing was measured
+            self.begin_anew()
             return
         speed = self._speed(engine, seconds)
-        self._output.write(
-            (PREFIX + name, value, engine.global_samples)
-            for name, value in {"seconds_per_step": seconds / steps, **speed}.items()
-        )
+        if self._output.writers:
+            self._output.write(
+                (PREFIX + name, value, engine.global_samples)
+                for name, value in {"seconds_per_step": seconds / steps, **speed}.items()
+            )
         show = self._output.display.line
         if self._config.steps_per_print:
             show(self._line(engine, values[-1], seconds / steps, speed))
@@ -214,23 +222,21 @@ class Monitor:
             show(str(engine.memory()))
         for line in self.comms.take() if self.comms is not None else ():
             show(line)
-        self._reported, self._began, self._size = engine.global_steps, time.perf_counter(), BatchSize()
+        self.begin_anew()
 
     def _speed(self, engine: WatchedEngine, seconds: float) -> dict[str, float]:
         """Return samples and tokens a second over all ranks; TFLOP/s and their share of the peak on this one."""
-        found, size = {}, self._size
-        found["samples_per_sec"] = size.samples * engine.data_size / seconds
+        size, ranks = self._size, engine.data_size
+        found = {"samples_per_sec": size.samples * ranks / seconds}
         if size.tokens:
-            found["tokens_per_sec"] = size.tokens * engine.data_size / seconds
+            found["tokens_per_sec"] = size.tokens * ranks / seconds
             if self._flops is None:
                 self._flops = flops_per_token(engine.module, size.length) or 0.0
         per_second = self._flops_done(size) / seconds
         if per_second:
             found["tflops"] = per_second / 1e12
-            dtype = torch.bfloat16 if self._config.bf16.enabled or self._config.torch_autocast.enabled else None
-            peak = peak_flops(self._device.name, torch.float16 if self._config.fp16.enabled else dtype)
-            if peak is not None:
-                found["mfu"] = per_second / peak
+            if self._peak is not None:
+                found["mfu"] = per_second / self._peak
         return found
 
     def _flops_done(self, size: BatchSize) -> float:
@@ -256,17 +262,14 @@ class Monitor:
         if "tflops" in speed:
             share = f" (MFU {speed['mfu']:.1%})" if "mfu" in speed else ""
             parts.append(f"{counted(1e12 * speed['tflops'], ' ')}FLOP/s{share}")
-        parts.append(self._memory(engine))
+        parts.append(self._memory())
         if total and total > last.record.step:
             parts.append(f"ETA {duration((total - last.record.step) * seconds)}")
-        self._skipped = engine.skipped_steps
         return "  ".join(parts)
 
-    def _memory(self, engine: WatchedEngine) -> str:
+    def _memory(self) -> str:
         """Return the bytes on each tier; of a GPU the most that all tensors had, with activations."""
-        sizes = dict.fromkeys(Tier, 0)
-        for (_, _, tier), size in engine.memory().now.items():
-            sizes[tier] += size
+        sizes = {tier: self._memory_stats.total(tier) for tier in Tier}
         peak = self._device.peak_bytes()
         words = [f"{tier.value} {human(size)}" for tier, size in sizes.items() if size]
         if peak:

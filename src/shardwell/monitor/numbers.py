@@ -2,21 +2,14 @@
 
 from __future__ import annotations
 
-import math
-
 _PREFIXES = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 
 
 def short(value: float) -> str:
     """Return a number with four significant digits: 0.0012345 -> '0.001235', 12345.6 -> '12350'."""
-    if not math.isfinite(value):
-        return str(value)
-    if value == 0 or 1e-4 <= abs(value) < 1e6:
-        digits = 3 - math.floor(math.log10(abs(value))) if value else 0
-        rounded = round(value, digits)
-        text = f"{rounded:.{max(digits, 0)}f}"
-        return text.rstrip("0").rstrip(".") if "." in text else text
-    return f"{value:.4g}"
+    if "e" not in (text := f"{value:.4g}"):  # "inf" and "nan", too
+        return text
+    return f"{float(text):.0f}" if 1 <= abs(value) < 1e6 else text
 
 
 def counted(value: float, space: str = "") -> str:

@@ -120,8 +120,9 @@ def chart(timeline: Timeline) -> str:
         f'<div class="chart"><div class="labels">{labels}</div><div class="scroll" tabindex="0" role="group" '
         f'aria-label="spans; arrow keys choose one, + and - zoom"><div class="plot"><div class="ticks">{ticks}</div>'
         f'<svg viewBox="0 0 {_WIDTH} {_ROW * len(rows)}" height="{_ROW * len(rows)}" preserveAspectRatio="none">{lines}'
-        f'{spans}</svg></div></div></div><div class="bar"><output aria-live="polite">Point at a span, or use the arrow '
-        'keys.</output><button id="wider" aria-label="zoom out">−</button><button id="closer" aria-label="zoom in">+'
+        f'{spans}</svg></div></div></div><div class="bar"><output aria-live="polite">Point at a span or tap it; arrow '
+        'keys work, too.</output><button id="wider" aria-label="zoom out">−</button>'
+        '<button id="closer" aria-label="zoom in">+'
         f'</button></div><div class="key">compute: {key}</div>'
     )
 

@@ -18,7 +18,7 @@ COLOURS = {
     "host update": "#55a868",
     "disk": "#8c8c8c",
 }
-PHASES = {"forward": 1.0, "backward": 0.75, "step": 0.5, "other": 0.25}  # opacity of spans of the row compute
+PHASES = {"forward": 1.0, "backward": 0.75, "step": 0.6, "other": 0.4}  # opacity of spans of the row compute
 _WIDTH, _HEIGHT, _LEFT, _TOP = 1200, 34, 120, 24
 _LEAST = 0.0004  # share of the width below which neighbours are drawn as one
 

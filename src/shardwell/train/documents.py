@@ -77,7 +77,7 @@ def document(record: Any, tokenizer: Any, where: str, text_field: str = "text") 
     pairs = ", ".join(f"{asked}/{answered}" for asked, answered in _PAIRS)
     raise ShardwellError(
         f"{where}: found the keys {', '.join(map(str, record))}, expected messages, {pairs} or {text_field!r} "
-        "(--text-field names another one)"
+        "(--set text_field=KEY names another one)"
     )
 
 
@@ -119,7 +119,7 @@ def _chat(messages: list[dict[str, str]], tokenizer: Any, where: str) -> Documen
     if not getattr(tokenizer, "chat_template", None):
         raise ShardwellError(
             f"{where}: has messages, but the tokenizer has no chat template; give a tokenizer that has one "
-            "(--tokenizer), or write prompt and response"
+            "(--set tokenizer=FOLDER), or write prompt and response"
         )
     answers = [number for number, one in enumerate(messages) if one["role"] == "assistant"]
     if not answers:

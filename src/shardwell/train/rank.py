@@ -20,6 +20,7 @@ import torch.distributed as dist
 import shardwell
 from shardwell.config import load
 from shardwell.memory.local_gpus import default_device
+from shardwell.monitor.numbers import plural, short
 from shardwell.parallel import start_process_group
 from shardwell.train import models
 from shardwell.train.export import export
@@ -43,6 +44,9 @@ def train(recipe: Recipe) -> dict[str, Any]:
     if rank == 0:
         keep_recipe(recipe, output)
     steps = _num_steps(recipe, len(rows), num_ranks)
+    per_step = recipe.micro_batch * recipe.accumulation * num_ranks
+    words = f"data: {plural(len(rows), 'row')} of {recipe.sequence_length} tokens; {plural(steps, 'step')} of"
+    _say(rank, f"{words} {plural(per_step, 'row')}, epochs: {short(steps * per_step / len(rows))}")
     is_narrow = recipe.precision == "bf16" or (recipe.precision == "auto" and device.type == "cuda")
     config, recomputes = _config(recipe, tokenizer, steps, num_ranks, torch.bfloat16 if is_narrow else None, rank)
     engine = _engine(recipe, tokenizer, config, rows, torch.bfloat16 if is_narrow else torch.float32, recomputes)
@@ -50,6 +54,8 @@ def train(recipe: Recipe) -> dict[str, Any]:
         engine.monitor.total_steps = steps
     resumed = engine.load_checkpoint(output / "checkpoints")[0] if _may_resume(recipe, output) else None
     _say(rank, f"resumed at step {engine.global_steps}: {resumed}" if resumed else "")
+    if engine.global_steps >= steps:
+        _say(rank, f"all {steps} steps are done: --steps N for more, or another --output to begin anew")
     if not resumed:
         _samples(engine, tokenizer, recipe, "before")
     found = _loop(engine, recipe, steps, held_out)

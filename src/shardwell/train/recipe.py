@@ -78,7 +78,9 @@ class Recipe(RecipeBlock):
     seed: int = Field(default=0, description="Of new weights and of the order of the data.")
     log_every: PositiveInt = Field(default=10, description="Steps between two lines of progress.")
     eval_every: PositiveInt | None = Field(default=None, description="Steps between evaluations; null = at the end.")
-    save_every: PositiveInt | None = Field(default=None, description="Steps between checkpoints; null = at the end.")
+    save_every: PositiveInt | None = Field(
+        default=500, description="Steps between checkpoints, from which an interrupted run goes on; null = at the end."
+    )
     keep_last: PositiveInt = Field(default=2, description="Checkpoints to keep.")
     output: str = Field(default="shardwell-train", description="Folder of checkpoints, data and the exported model.")
     resume: bool = Field(default=True, description="Go on from the last checkpoint in output.")
@@ -165,6 +167,9 @@ def as_yaml(recipe: Recipe) -> str:
     return "\n".join(lines) + "\n"
 
 
+_HUB = ": a model is a folder here; `hf download OWNER/NAME --local-dir FOLDER` gets one from the Hugging Face Hub"
+
+
 def _check(recipe: Recipe) -> None:
     if (recipe.model is None) == (recipe.model_config_file is None):
         raise ConfigError(
@@ -179,7 +184,7 @@ def _check(recipe: Recipe) -> None:
         raise ConfigError("--config and --memory both say where states are stored: give one of them")
     for path in [*recipe.data, *recipe.eval_data, *([recipe.model] if recipe.model else [])]:
         if not Path(path).exists():
-            raise ConfigError(f"there is no file or folder '{path}'")
+            raise ConfigError(f"there is no file or folder '{path}'{_HUB if path == recipe.model else ''}")
 
 
 def _read(path: Path) -> dict[str, Any]:

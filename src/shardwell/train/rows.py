@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from shardwell.errors import ShardwellError
+from shardwell.long_work import LongWork
 from shardwell.train.documents import Document, document, files_of, records_of
 
 IGNORED = -100  # the label of a token that is not trained on, as Transformers has it
@@ -100,8 +101,15 @@ def prepare(
     place = folder / f"rows-{name}"
     if not writes or place.is_dir():
         return place
-    found = (document(one, tokenizer, where, text_field) for file in files for where, one in records_of(file))
-    arrays = pack(found, length, packing=packing)
+    counted = LongWork("documents tokenised", speaks=True)
+
+    def documents() -> Iterator[Document]:
+        for file in files:
+            for where, one in records_of(file):
+                yield document(one, tokenizer, where, text_field)
+                counted.add()
+
+    arrays = pack(documents(), length, packing=packing)
     if not len(arrays["rows"]):
         raise ShardwellError(f"there is nothing to train on in {', '.join(paths)}: no document has two tokens")
     partial = folder / f"rows-{name}.partial"
