@@ -120,7 +120,7 @@ def test_bad_input_is_one_sentence(arguments: tuple[str, ...], says: str) -> Non
         ({"hidden_size": None}, "has no hidden_size"),
         ({"hidden_size": -1}, "expected a whole number"),
         ({"model_type": "alien"}, "model_type is 'alien'"),
-        ({"num_local_experts": 8}, "has experts"),
+        ({"num_local_experts": 8}, "a model of experts of which model_type is"),
         ({"num_attention_heads": 5}, "cannot be divided into 5 heads"),
     ],
 )

@@ -70,6 +70,7 @@ def plan(
     tp: Annotated[int | None, typer.Option("--tp", min=1, help="Ranks that share each tensor.")] = None,
     pp: Annotated[int | None, typer.Option("--pp", min=1, help="Pipeline stages.")] = None,
     sp: Annotated[int | None, typer.Option("--sp", min=1, help="Ranks that share each sequence (Ulysses).")] = None,
+    ep: Annotated[int | None, typer.Option("--ep", min=1, help="Ranks that share the experts of a layer.")] = None,
     as_published: Annotated[
         bool, typer.Option("--as-published", help="GPUs and axes that the model's authors trained it on.")
     ] = False,
@@ -115,7 +116,7 @@ def plan(
     settings = (
         _settings(config, 3 if stage is None else stage, micro_batch, gpus) if layout is None else layout.config()
     )
-    settings = with_axes(settings, tensor=tp, pipe=pp, sequence=sp)
+    settings = with_axes(settings, tensor=tp, pipe=pp, sequence=sp, expert=ep)
     if auto:
         shown = _auto(Search(subject, settings, machine, seq, recompute, micro_batch, disk is not None))
     else:

@@ -18,8 +18,10 @@ from torch.utils._pytree import tree_map
 
 from shardwell.engine import Engine
 from shardwell.errors import ConfigError, NoRoomError, ShardwellError
+from shardwell.expert_parallel.layers import takes_experts
 from shardwell.memory.machine import SimulatedMachine
 from shardwell.offload.optimizer_swap import FEWEST_BUFFERS
+from shardwell.plan.axes import ranks_of_sequence
 from shardwell.plan.recording import Recording
 from shardwell.plan.report import PlanReport
 from shardwell.plan.simulation import FEWEST_STEPS, STEPS, BlockModel, StepCosts, along, on_meta, simulate
@@ -78,7 +80,9 @@ def estimate(
         time = None if machine.speeds is None else _time(on_meta(model), settings, machine, inputs, loss)
         name = type(model).__name__
     if time is not None:
-        time = replace(time, tokens=time.samples * _tokens_of_sample(inputs))
+        time = replace(time, tokens=time.samples * _tokens_of_sample(inputs) * ranks_of_sequence(settings))
+    if any(takes_experts(one) for one in (model.build(1) if isinstance(model, BlockModel) else model).modules()):
+        notes = [*notes, "every expert of a layer gets as many tokens as any other"]
     return PlanReport(name, settings if isinstance(settings, dict) else {}, machine, costs, tuple(notes), time)
 
 
