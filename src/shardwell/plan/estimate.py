@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_map
 from shardwell.engine import Engine
 from shardwell.errors import ConfigError, NoRoomError, ShardwellError
 from shardwell.expert_parallel.layers import takes_experts
-from shardwell.memory.machine import SimulatedMachine
+from shardwell.memory.machine import SimulatedBlocks, SimulatedMachine
 from shardwell.offload.optimizer_swap import FEWEST_BUFFERS
 from shardwell.plan.axes import ranks_of_sequence
 from shardwell.plan.recording import Recording
@@ -120,7 +120,9 @@ def _of_blocks(
 
 def least(model: BlockModel, config: Any, machine: SimulatedMachine) -> PlanReport:
     """Return what a few blocks of a model take, from one simulation: all of them take at least as much of each tier."""
-    costs, notes = _run(model.build(min(_FEWEST, model.layers)), config, machine, model.inputs, None, FEWEST_STEPS)
+    depth = min(_FEWEST, model.layers)
+    part = _with_blocks(machine, depth, model.layers)
+    costs, notes = _run(model.build(depth), config, part, model.inputs, None, FEWEST_STEPS)
     return PlanReport(model.name, dict(config), machine, costs, tuple(notes))
 
 
@@ -174,12 +176,21 @@ def _lies_between(one: StepTime, last: StepTime, middle: StepTime, near: float) 
 def _timed_at(
     model: BlockModel, depth: int, config: Any, machine: SimulatedMachine, loss: Callable[[Any], Tensor] | None
 ) -> StepTime:
-    return _time(model.build(depth), config, _share_of(machine, depth / model.layers), model.inputs, loss)
+    return _time(model.build(depth), config, _part_of(machine, depth, model.layers), model.inputs, loss)
 
 
-def _share_of(machine: SimulatedMachine, share: float) -> SimulatedMachine:
-    """Return a machine whose host and drives have a share of their bytes."""
-    return replace(machine, host_bytes=machine.host_bytes * share, disk_bytes=machine.disk_bytes * share)
+def _part_of(machine: SimulatedMachine, depth: int, layers: int) -> SimulatedMachine:
+    """Return a machine that has some of a model's blocks; its host and drives have that share of their bytes."""
+    share = depth / layers
+    return replace(
+        _with_blocks(machine, depth, layers),
+        host_bytes=machine.host_bytes * share,
+        disk_bytes=machine.disk_bytes * share,
+    )
+
+
+def _with_blocks(machine: SimulatedMachine, depth: int, layers: int) -> SimulatedMachine:
+    return replace(machine, blocks=SimulatedBlocks(depth, layers) if depth < layers else None)
 
 
 def _tokens_of_sample(inputs: Inputs) -> int:
@@ -206,9 +217,9 @@ def _at(
 
     Staging buffers are as large with few blocks as with all: where they do not fit into the share, the host has all.
     """
-    part = _share_of(machine, depth / model.layers)
+    part, whole = _part_of(machine, depth, model.layers), _with_blocks(machine, depth, model.layers)
     costs, notes = _run(model.build(depth), config, part, model.inputs, loss, steps)
-    return _run(model.build(depth), config, machine, model.inputs, loss, steps) if notes else (costs, notes)
+    return _run(model.build(depth), config, whole, model.inputs, loss, steps) if notes else (costs, notes)
 
 
 def _run(
@@ -239,7 +250,9 @@ def _forward(inputs: Inputs, loss: Callable[[Any], Tensor] | None) -> Callable[[
 
 
 def _with_more_room(config: Any, machine: SimulatedMachine) -> tuple[Any, SimulatedMachine]:
-    large = replace(SimulatedMachine(has_gpus=machine.has_gpus, ranks=machine.ranks), speeds=machine.speeds)
+    large = SimulatedMachine(
+        has_gpus=machine.has_gpus, ranks=machine.ranks, speeds=machine.speeds, blocks=machine.blocks
+    )
     patient = {**config, "shardwell": {**config.get("shardwell", {}), "commit": "after_norm"}}
     return patient, replace(large, cores=machine.cores)
 
