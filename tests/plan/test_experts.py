@@ -68,7 +68,8 @@ def test_presets_have_the_published_sizes() -> None:
         with torch.device("meta"):
             size = sum(one.numel() for one in Decoder(PRESETS[name]).parameters())
         assert size / 1e9 == pytest.approx(total, rel=0.005)
-        assert (size - PRESETS[name].inactive) / 1e9 == pytest.approx(active, rel=0.02)
+        experts, met = PRESETS[name].expert_numels
+        assert (size - experts + met) / 1e9 == pytest.approx(active, rel=0.02)
 
 
 def test_ranks_that_share_experts_hold_the_same_states_and_gather_fewer_bytes() -> None:
@@ -92,12 +93,13 @@ def _gathered(report: PlanReport) -> int:
 
 def test_the_flops_are_those_of_the_experts_that_tokens_go_to() -> None:
     with torch.device("meta"):
-        size = sum(one.numel() for one in Decoder(SMALL).parameters()) - SMALL.inactive
+        size = sum(one.numel() for one in Decoder(SMALL).parameters()) - SMALL.expert_numels[0] + SMALL.expert_numels[1]
     met = size - SMALL.vocabulary * SMALL.hidden  # an embedding is no matrix product
     for experts in (1, 8):
-        time = planned(32, experts).time
-        assert time is not None
-        assert time.model_flops == pytest.approx(6 * met * 64, rel=0.1)  # and attention
+        report = planned(32, experts)
+        assert report.time is not None
+        assert report.time.model_flops == pytest.approx(6 * met * 64, rel=0.1)  # and attention
+        assert report.active_share * report.costs.num_parameters == pytest.approx(size, rel=1e-6)
 
 
 def test_ranks_that_share_sequences_count_each_token_once() -> None:

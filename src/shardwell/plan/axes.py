@@ -7,6 +7,13 @@ from typing import Any
 
 from shardwell.errors import ConfigError
 
+_KEYS = {
+    "tensor": ("tensor_parallel", "autotp_size"),
+    "pipe": ("pipeline", "stages"),
+    "sequence": ("sequence_parallel_size",),
+    "expert": ("shardwell", "expert_parallel_size"),
+}
+
 
 def with_axes(
     config: dict[str, Any],
@@ -32,13 +39,15 @@ def with_axes(
 
 def part_of_sequence(config: dict[str, Any], tokens: int) -> int:
     """Return the tokens of a sequence that a rank gets: all of them, or its part along the sequence axis."""
-    ranks = ranks_of_sequence(config)
+    ranks = ranks_along(config, "sequence")
     if tokens % ranks:
         raise ConfigError(f"--seq {tokens}: {ranks} ranks cannot share a sequence of so many tokens evenly")
     return tokens // ranks
 
 
-def ranks_of_sequence(config: Any) -> int:
-    """Return how many ranks share each sequence."""
-    ranks = config.get("sequence_parallel_size", 1) if isinstance(config, Mapping) else 1
-    return ranks if isinstance(ranks, int) and ranks > 1 else 1
+def ranks_along(config: Any, axis: str) -> int:
+    """Return how many ranks a configuration has along an axis: tensor, pipe, sequence or expert."""
+    found: Any = config
+    for key in _KEYS[axis]:
+        found = found.get(key) if isinstance(found, Mapping) else None
+    return found if isinstance(found, int) and found > 1 else 1

@@ -51,10 +51,10 @@ class DecoderSizes:
             raise ConfigError(f"a token cannot go to {self.experts_of_token} of {self.experts} experts")
 
     @property
-    def inactive(self) -> int:
-        """The parameters that a token does not meet: of the experts that it does not go to."""
-        each = 3 * self.hidden * (self.mlp or 4 * self.hidden)
-        return self.layers * (self.experts - self.experts_of_token) * each if self.experts else 0
+    def expert_numels(self) -> tuple[int, int]:
+        """The parameters of all experts, and of those that a token goes to."""
+        each = self.layers * 3 * self.hidden * (self.mlp or 4 * self.hidden)
+        return self.experts * each, self.experts_of_token * each
 
 
 class Decoder(nn.Module):
@@ -169,7 +169,7 @@ class _Experts(nn.Module):
             rows = F.pad(rows, (0, 0, 0, left))
         gate, up = torch.bmm(rows.unflatten(0, (number, -1)), self.gate_up.transpose(1, 2)).chunk(2, -1)
         found = torch.bmm(F.silu(gate) * up, self.down.transpose(1, 2)).flatten(0, 1)[: len(order)]
-        weighed = found[order.argsort()].unflatten(0, (-1, each)) * top_k_weights.unsqueeze(-1)
+        weighed: Tensor = found[order.argsort()].unflatten(0, (-1, each)) * top_k_weights.unsqueeze(-1)
         return weighed.sum(1)
 
 

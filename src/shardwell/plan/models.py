@@ -76,7 +76,7 @@ def decoder(name: str, sizes: DecoderSizes, micro_batch: int, sequence: int, *, 
         with torch.device("meta"):
             return Decoder(replace(learned, layers=layers), recomputes=recomputes)
 
-    return BlockModel(name, sizes.layers, build, (tokens(micro_batch, sequence),), sizes.hidden)
+    return BlockModel(name, sizes.layers, build, (tokens(micro_batch, sequence),), sizes.hidden, sizes.expert_numels)
 
 
 @dataclass(frozen=True)

@@ -56,6 +56,7 @@ class BlockModel:
     build: Callable[[int], nn.Module]
     inputs: tuple[Any, ...]
     hidden: int = 0  # the numbers that a block gives on for each token, of a model that a pipeline divides
+    experts: tuple[int, int] = (0, 0)  # parameters of all experts, and of those that a token meets
 
 
 def along(one: StepCosts, other: StepCosts, number: Callable[[int, int], int]) -> StepCosts:
