@@ -6,6 +6,7 @@ shards, flat buffers and staging themselves, and for faults that are put where u
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -14,6 +15,7 @@ import shardwell
 from shardwell.checkpoint import Folder
 from shardwell.memory import Device, TemporaryBuffers
 from shardwell.offload.disk import DiskTier
+from shardwell.offload.staging import StagingPool
 from shardwell.parallel import Collectives, MeshRoles
 from shardwell.parallel.rank_store import RankStore
 from shardwell.parallel.traffic import TrafficReport
@@ -70,6 +72,13 @@ def temporary_buffers_of(engine: shardwell.Engine) -> TemporaryBuffers:
 def handed_out(buffers: TemporaryBuffers) -> dict[int, Any]:
     """Return what was allocated and not freed: tensor, state and unit, by the tensor's `id`."""
     return buffers._out
+
+
+def staging_pools() -> list[tuple[int, int]]:
+    """Return of each pool of staging buffers in this process the bytes of a buffer, and how many were allocated."""
+    gc.collect()  # pools of engines that have ended
+    pools = [one for one in gc.get_objects() if type(one) is StagingPool]
+    return sorted((pool._num_bytes, pool._num_made) for pool in pools)
 
 
 def autocast_of(engine: shardwell.Engine) -> Any:

@@ -32,6 +32,7 @@ _FEWEST = 4  # blocks: fewer have no block that computes while two others are al
 _FEWEST_BELOW = 9  # blocks: with state on host or disk all staging buffers are in use
 
 _MOST_DEPTHS = 5  # at which time is simulated before all blocks are
+_MOST_TOKENS = 1 << 32  # of a micro-batch: sizes of its tensors are numbers of 64 bits
 _NEAR = 0.0025  # share of a step by which three depths may differ from a line, for each block between them
 _ROUNDED = 4096  # bytes: a few blocks of the allocator
 
@@ -333,4 +334,9 @@ def tokens(micro_batch: int, sequence: int) -> Tensor:
     """Return a batch of tokens without values."""
     if micro_batch < 1 or sequence < 1:
         raise ShardwellError(f"a micro-batch of {micro_batch} sequences of {sequence} tokens: expected 1 or more")
+    if micro_batch * sequence > _MOST_TOKENS:
+        raise ShardwellError(
+            f"a micro-batch of {micro_batch:,} sequences of {sequence:,} tokens: expected at most {_MOST_TOKENS:,} "
+            "tokens"
+        )
     return torch.empty(micro_batch, sequence, dtype=torch.long, device="meta")

@@ -140,9 +140,9 @@ def sizes_of(model: str) -> tuple[str, DecoderSizes]:
     if key in PRESETS:
         return key, PRESETS[key]
     path = Path(model)
-    if path.is_dir():
+    if model and path.is_dir():
         path = path / "config.json"
-    if path.suffix == ".json" or path.exists():
+    if path.suffix == ".json" or (model and path.exists()):
         return Path(model).name.removesuffix(".json"), _from_file(path)
     near = difflib.get_close_matches(key, PRESETS, 1, 0.5)
     meant = f"Did you mean {near[0]}? " if near else ""
@@ -157,9 +157,9 @@ def _from_file(path: Path) -> DecoderSizes:
     kind = found.get("model_type")
     known = (*_MIXTURES, *(() if any(found.get(name) for name in _EXPERTS) else (*_GATED, *_PLAIN)))
     if kind not in known:
-        what = "a model of experts of which" if len(known) == len(_MIXTURES) else "of which"
+        what = "a model of experts of which " if len(known) == len(_MIXTURES) else ""
         raise ConfigError(
-            f"{path}: {what} model_type is {kind!r}, and plans know {', '.join(known)}. Plan another one with "
+            f"{path}: {what}model_type is {kind!r}, and plans know {', '.join(known)}. Plan another one with "
             "MODULE:FUNCTION."
         )
     sizes = {size: _number(found, path, names, needed=True) for size, names in _NAMES.items()}

@@ -160,8 +160,10 @@ def fuse_updates(engine: Engine) -> None:
 
     def fused() -> None:
         stepped = [tensor for group in executor.inner.param_groups for tensor in group["params"]]
+        state = executor.inner.state
         with _disable_current_modes():
-            step()
+            if not all(state.get(tensor) for tensor in stepped if tensor.grad is not None):
+                step()  # which makes the state; without values there is nothing else to do
             if virtual_time.clock is not None and stepped:
                 virtual_time.clock.kernel(sum(_num_bytes(tensor, executor.inner.state[tensor]) for tensor in stepped))
             for state in executor.inner.state.values():
