@@ -6,7 +6,6 @@ shards, flat buffers and staging themselves, and for faults that are put where u
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -74,10 +73,19 @@ def handed_out(buffers: TemporaryBuffers) -> dict[int, Any]:
     return buffers._out
 
 
-def staging_pools() -> list[tuple[int, int]]:
-    """Return of each pool of staging buffers in this process the bytes of a buffer, and how many were allocated."""
-    gc.collect()  # pools of engines that have ended
-    pools = [one for one in gc.get_objects() if type(one) is StagingPool]
+def staging_pools(engine: shardwell.Engine) -> list[tuple[int, int]]:
+    """Return of each pool of an engine's staging buffers the bytes of a buffer, and how many were allocated."""
+    todo: list[Any] = [engine.optimizer.executor, engine._context, engine._scheduler]
+    seen: set[int] = set()
+    pools: list[StagingPool] = []
+    while todo:
+        one = todo.pop()
+        if isinstance(one, list | tuple | dict):
+            todo += one.values() if isinstance(one, dict) else one
+        elif type(one).__module__.startswith("shardwell.") and id(one) not in seen:
+            seen.add(id(one))
+            pools += [one] if isinstance(one, StagingPool) else []
+            todo += vars(one).values() if hasattr(one, "__dict__") else []
     return sorted((pool._num_bytes, pool._num_made) for pool in pools)
 
 

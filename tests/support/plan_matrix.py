@@ -242,7 +242,7 @@ def counted(case: PlanCase, folder: str, device: str) -> Counted:
         found.peaks.append({tier.value: report.total(tier=tier, at_peak=True) for tier in Tier})
         found.staging.append(staging)
         found.disk.append((after[0] - before[0], after[1] - before[1]))
-    found.pools.extend(staging_pools())
+    found.pools.extend(staging_pools(engine))
     received = engine.traffic().received
     found.traffic.update({f"{kind.value} {hop}": size for (kind, hop), size in received.items() if size})
     engine.destroy()
