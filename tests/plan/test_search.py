@@ -16,6 +16,7 @@ from shardwell.plan.devices import gpu, speeds_of
 from shardwell.plan.explain import Answer, Explanation
 from shardwell.plan.models import PlanModel, decoder
 from shardwell.plan.search import AutoPlan, Search
+from shardwell.plan.speed import PlanSpeed
 from shardwell.plan.structure import minimal, structure_classes
 
 SIZES = DecoderSizes(2, 256, 4, 512, mlp=512, kv_heads=2, gated=True)
@@ -53,7 +54,8 @@ def test_plans_are_ordered_by_the_seconds_of_a_token(two_nodes: AutoPlan) -> Non
 
 
 def test_everything_that_is_not_a_plan_has_a_reason(two_nodes: AutoPlan) -> None:
-    classes = structure_classes(machine(4, 2), 1, None, has_disk=False)
+    classes = structure_classes(machine(4, 2), 1, None, has_disk=False, has_tensor=True)
+    assert {one.tensor for one in classes} == {None, 2}
     known = [one.kind for one in two_nodes.plans] + [one.kind for one in two_nodes.dropped]
     assert sorted(map(str, classes)) == sorted(map(str, known))
     assert all(one.why for one in two_nodes.dropped)
@@ -89,9 +91,38 @@ def test_a_batch_of_all_ranks_is_divided() -> None:
     base = {**BASE, "train_batch_size": 24}
     found = Search(MODEL, base, replace(machine(4, 4, 1e9), speeds=None), 8, recomputes=False).run()
     assert found.best is not None
-    assert 6 % found.best.micro_batch == 0
+    rows_of_rank = 6 * (found.best.kind.tensor or 1)  # tensor ranks train on the same rows
+    assert rows_of_rank % found.best.micro_batch == 0
     with pytest.raises(ConfigError, match="cannot share evenly"):
-        Search(MODEL, {**BASE, "train_batch_size": 25}, machine(4, 4, 1e9), 8).run()
+        Search(MODEL, {**BASE, "train_batch_size": 25}, machine(4, 2, 1e9), 8).run()
+
+
+def test_a_batch_that_is_too_small_for_all_ranks_is_shared_along_a_tensor_axis() -> None:
+    found = Search(MODEL, {**BASE, "train_batch_size": 2}, machine(4, 2, 1e9), 8, recomputes=False).run()
+    assert found.best is not None
+    assert found.best.kind.tensor == 2
+    assert found.config()["tensor_parallel"] == {"autotp_size": 2}
+    assert "2 tensor ranks" in str(found)
+    assert any("4 ranks cannot share evenly" in one.why for one in found.dropped)
+
+
+def test_axes_that_are_given_are_kept() -> None:
+    base = {**BASE, "sequence_parallel_size": 2}
+    found = Search(MODEL, base, machine(4, 2, 1e9), 32, recomputes=False, micro_batch=1).run()
+    assert found.best is not None
+    assert {one.kind.tensor for one in [*found.plans, *found.dropped]} == {None}
+    assert found.config()["sequence_parallel_size"] == 2
+
+
+def test_tokens_that_tensor_ranks_share_count_once() -> None:
+    speeds = []
+    for tensor in (1, 2):
+        config = {**BASE, "train_micro_batch_size_per_gpu": 2, "tensor_parallel": {"autotp_size": tensor}}
+        report = MODEL.report(config, machine(2, 2, 1e9), 32, False)
+        assert report.time is not None
+        speeds.append((PlanSpeed.of(report, 32, recomputes=False).seconds, report.time))
+    for seconds, time in speeds:
+        assert seconds == pytest.approx(2 * time.seconds / time.tokens)  # of one of two ranks
 
 
 # ---------------------------------------------------------------------------------------------------------- answers

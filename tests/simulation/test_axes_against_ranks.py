@@ -1,4 +1,4 @@
-"""Ranks of tensor, pipeline and sequence axes count in a simulation what they count in real processes."""
+"""Ranks of tensor, pipeline, sequence and expert axes count in a simulation what they count in real processes."""
 
 from __future__ import annotations
 
@@ -15,6 +15,9 @@ import shardwell
 from benchmarks.case_studies import PLAN, CaseStudy, built, loss_of
 from shardwell.memory import StateKind, Tier
 from shardwell.memory.machine import SimulatedMachine, SimulatedRanks, simulated
+from shardwell.plan.decoder import Decoder as PlannedDecoder
+from shardwell.plan.decoder import DecoderSizes
+from tests.support.expert_models import NUM_EXPERTS, WIDTH, ListedExperts
 from tests.support.internals import memory_stats_of
 from tests.support.ranks import Ranks
 from tests.support.sequence_models import TOKENS, VOCABULARY, Decoder
@@ -22,6 +25,7 @@ from tests.support.sequence_models import TOKENS, VOCABULARY, Decoder
 pytestmark = pytest.mark.slow
 
 SMALL = CaseStudy("small", 4, 32, 4, 48, 8, 2, 2, 2, 1, 1, 1, 0, "")
+MIXTURE = DecoderSizes(2, WIDTH, 2, VOCABULARY, mlp=24, gated=True, experts=NUM_EXPERTS, experts_of_token=2)
 TENSOR = {"tensor_parallel": {"autotp_size": 2, "plan": {**PLAN, "5.1": "colwise_gather_output"}}}
 PIPE = {"pipeline": {"stages": 2, "partition": "uniform"}}
 CASES: dict[str, tuple[int, int, dict[str, Any]]] = {  # ranks, stage, axes
@@ -33,7 +37,23 @@ CASES: dict[str, tuple[int, int, dict[str, Any]]] = {  # ranks, stage, axes
     "tp2 x pp2": (4, 0, {**TENSOR, **PIPE}),
     "Ulysses 2": (2, 3, {"sequence_parallel_size": 2}),
     "Ulysses 2 x ZeRO 2": (4, 2, {"sequence_parallel_size": 2}),
+    "experts 2": (2, 3, {"shardwell": {"expert_parallel_size": 2}}),
+    "experts 2, listed": (2, 1, {"shardwell": {"expert_parallel_size": 2}}),
+    "experts 2 x ZeRO 3": (4, 3, {"shardwell": {"expert_parallel_size": 2}}),
+    "experts 2 x ZeRO 2, listed": (4, 2, {"shardwell": {"expert_parallel_size": 2}}),
+    "experts 2 x Ulysses 2": (4, 3, {"shardwell": {"expert_parallel_size": 2}, "sequence_parallel_size": 2}),
 }
+
+
+class InTurns(nn.Linear):
+    """A router that sends tokens to experts in turns, so that each expert gets as many as any other."""
+
+    def forward(self, rows: Tensor) -> Tensor:
+        each = MIXTURE.experts_of_token
+        first = torch.arange(len(rows), device=rows.device).unsqueeze(1) * each
+        turns = torch.zeros(len(rows), NUM_EXPERTS, dtype=rows.dtype, device=rows.device)
+        turns = turns.scatter(1, (first + torch.arange(each, device=rows.device)) % NUM_EXPERTS, 1.0)
+        return turns + 1e-3 * super().forward(rows).tanh()
 
 
 def counted(name: str, device: str) -> dict[str, Any]:
@@ -75,6 +95,8 @@ def _model(name: str, device: str) -> Any:
     if name.startswith("Ulysses"):
         with torch.device(device):
             return Decoder()
+    if name.startswith("experts"):
+        return _mixture(name, device)
     model: nn.Module = built(SMALL)
     if device != "meta":
         model = model.to_empty(device=device)
@@ -84,7 +106,28 @@ def _model(name: str, device: str) -> Any:
     return shardwell.pipeline.split(model, loss_fn=loss_of) if "pp2" in name else model
 
 
+def _mixture(name: str, device: str) -> nn.Module:
+    """Return a decoder of plans whose tokens go to the experts in turns, so that each gets as many."""
+    with torch.device(device):
+        model = PlannedDecoder(MIXTURE)
+        for block in model.blocks:
+            mixture: Any = block.mixture
+            mixture.router = InTurns(WIDTH, NUM_EXPERTS, bias=False)
+            if "listed" in name:
+                mixture.experts = ListedExperts()
+    for parameter in model.parameters():
+        if device != "meta":
+            nn.init.normal_(parameter, std=0.02)
+    return model
+
+
 def _step(name: str, engine: Any, device: str) -> None:
+    if name.startswith("experts"):
+        ids = torch.zeros(2, TOKENS // 2, dtype=torch.long, device=device)
+        for _ in range(2):
+            engine.backward(engine(ids))
+            engine.step()
+        return
     if name.startswith("Ulysses"):
         part = TOKENS // 2
         ids, places = (torch.zeros(2, part, dtype=torch.long, device=device) for _ in range(2))
@@ -124,3 +167,7 @@ def test_a_simulated_rank_of_an_axis_counts_what_a_real_one_counts(size: int, ra
             for what in ("traffic", "by axis", "rest", "peaks"):
                 assert plan[what] == real[what], f"{name}, rank {rank}: {what}"
             assert plan["rest"][-1] == plan["rest"][-2]
+            if name.startswith("experts"):
+                # each layer and micro-step: four all-to-alls of a token's rows, half of them to the other rank, in bf16
+                rows = 2 * (TOKENS // 2) * MIXTURE.experts_of_token
+                assert plan["by axis"]["expert"] == 2 * 2 * 4 * (rows // 2) * WIDTH * 2

@@ -14,6 +14,7 @@ import shardwell
 from shardwell.checkpoint import Folder
 from shardwell.memory import Device, TemporaryBuffers
 from shardwell.offload.disk import DiskTier
+from shardwell.offload.staging import StagingPool
 from shardwell.parallel import Collectives, MeshRoles
 from shardwell.parallel.rank_store import RankStore
 from shardwell.parallel.traffic import TrafficReport
@@ -70,6 +71,22 @@ def temporary_buffers_of(engine: shardwell.Engine) -> TemporaryBuffers:
 def handed_out(buffers: TemporaryBuffers) -> dict[int, Any]:
     """Return what was allocated and not freed: tensor, state and unit, by the tensor's `id`."""
     return buffers._out
+
+
+def staging_pools(engine: shardwell.Engine) -> list[tuple[int, int]]:
+    """Return of each pool of an engine's staging buffers the bytes of a buffer, and how many were allocated."""
+    todo: list[Any] = [engine.optimizer.executor, engine._context, engine._scheduler]
+    seen: set[int] = set()
+    pools: list[StagingPool] = []
+    while todo:
+        one = todo.pop()
+        if isinstance(one, list | tuple | dict):
+            todo += one.values() if isinstance(one, dict) else one
+        elif type(one).__module__.startswith("shardwell.") and id(one) not in seen:
+            seen.add(id(one))
+            pools += [one] if isinstance(one, StagingPool) else []
+            todo += vars(one).values() if hasattr(one, "__dict__") else []
+    return sorted((pool._num_bytes, pool._num_made) for pool in pools)
 
 
 def autocast_of(engine: shardwell.Engine) -> Any:

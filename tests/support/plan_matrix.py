@@ -23,7 +23,7 @@ import shardwell
 from shardwell.memory import StateKind, Tier
 from shardwell.memory.machine import SimulatedMachine, SimulatedRanks, simulated
 from shardwell.plan.fused_kernels import FusedKernels
-from tests.support.internals import autocast_of, disk_or_none, end_simulated_step, memory_stats_of
+from tests.support.internals import autocast_of, disk_or_none, end_simulated_step, memory_stats_of, staging_pools
 
 STEPS = 3
 _PRECISIONS: dict[str, dict[str, Any]] = {
@@ -207,6 +207,7 @@ class Counted:
     staging: list[int]  # bytes in host memory
     disk: list[tuple[int, int]]  # read and written
     traffic: Counts  # "kind hop"
+    pools: list[tuple[int, int]]  # of staging buffers in host memory: bytes of a buffer, and how many were allocated
 
 
 def counted(case: PlanCase, folder: str, device: str) -> Counted:
@@ -216,7 +217,7 @@ def counted(case: PlanCase, folder: str, device: str) -> Counted:
         model = SmallNet(case.model, recomputes=case.recomputes)
         tokens = torch.zeros(2, 8, dtype=torch.long)
     engine = shardwell.initialize(model=model, config=case.config(folder), device=device).engine
-    disk, found = disk_or_none(engine), Counted([], [], [], [], {})
+    disk, found = disk_or_none(engine), Counted([], [], [], [], {}, [])
     kernels = FusedKernels(autocast_of(engine), has_gpus=False) if device == "meta" else contextlib.nullcontext()
     for _ in range(STEPS):
         memory_stats_of(engine).reset_peak()
@@ -241,6 +242,7 @@ def counted(case: PlanCase, folder: str, device: str) -> Counted:
         found.peaks.append({tier.value: report.total(tier=tier, at_peak=True) for tier in Tier})
         found.staging.append(staging)
         found.disk.append((after[0] - before[0], after[1] - before[1]))
+    found.pools.extend(staging_pools(engine))
     received = engine.traffic().received
     found.traffic.update({f"{kind.value} {hop}": size for (kind, hop), size in received.items() if size})
     engine.destroy()
@@ -286,3 +288,17 @@ def differences(case: PlanCase, real: Counted, plan: Counted) -> Iterator[str]:
     for its, mine in zip(real.staging, plan.staging, strict=True):
         if its > mine:
             yield f"staging in host memory: {its} were counted, {mine} planned"
+    yield from _wrong_pools(real, plan)
+
+
+def _wrong_pools(real: Counted, plan: Counted) -> Iterator[str]:
+    """Yield where host memory is planned higher than buffers explain that a run had no need for in its time."""
+    if [size for size, _ in real.pools] != [size for size, _ in plan.pools]:
+        yield f"pools of staging buffers (bytes, number): {real.pools} were counted, {plan.pools} planned"
+        return
+    more = [(size, planned - made) for (size, made), (_, planned) in zip(real.pools, plan.pools, strict=True)]
+    if any(number < 0 for _, number in more):
+        yield f"staging buffers (bytes, number): {real.pools} were counted, {plan.pools} planned"
+    high, explained = plan.peaks[-1]["host"] - real.peaks[-1]["host"], sum(size * number for size, number in more)
+    if high > explained:
+        yield f"host memory is planned {high} bytes high, and buffers that were not needed are {explained}: {more}"

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from shardwell.plan.search import Search
 
 _ADAMW = {"type": "AdamW", "params": {"lr": 1e-4}}
+_ONE_PROBLEM = "dict: 1 problem in the configuration\n"
 _MICRO = "train_micro_batch_size_per_gpu"
 
 
@@ -38,6 +39,18 @@ class _Once(logging.Filter):
 
 
 @contextlib.contextmanager
+def _naming_the_file() -> Iterator[None]:
+    """Say of one problem in a configuration, which a plan hands over as a dictionary, where it is from."""
+    try:
+        yield
+    except ConfigError as error:
+        text = str(error)
+        if not text.startswith(_ONE_PROBLEM):
+            raise
+        raise ConfigError(f"the configuration: {text.removeprefix(_ONE_PROBLEM).strip()}") from None
+
+
+@contextlib.contextmanager
 def _saying_once() -> Iterator[None]:
     """Print what engines log inside once, however many of them are simulated."""
     handler, logger = logging.StreamHandler(), logging.getLogger("shardwell")
@@ -50,6 +63,7 @@ def _saying_once() -> Iterator[None]:
 
 
 @_saying_once()
+@_naming_the_file()
 def plan(
     model: Annotated[
         str, typer.Argument(help="A preset, a config.json of Hugging Face or its directory, or MODULE:FUNCTION.")
@@ -70,6 +84,7 @@ def plan(
     tp: Annotated[int | None, typer.Option("--tp", min=1, help="Ranks that share each tensor.")] = None,
     pp: Annotated[int | None, typer.Option("--pp", min=1, help="Pipeline stages.")] = None,
     sp: Annotated[int | None, typer.Option("--sp", min=1, help="Ranks that share each sequence (Ulysses).")] = None,
+    ep: Annotated[int | None, typer.Option("--ep", min=1, help="Ranks that share the experts of a layer.")] = None,
     as_published: Annotated[
         bool, typer.Option("--as-published", help="GPUs and axes that the model's authors trained it on.")
     ] = False,
@@ -103,6 +118,8 @@ def plan(
     if layout is not None:
         seq, gpu, gpus, nodes = layout.sequence, layout.gpu, layout.gpus, layout.nodes
     _check_options(auto=auto, explain=explain, stage=stage, config=config)
+    if price is not None and tokens is None:
+        raise ConfigError("--price: how much is to be trained? Add --tokens, as --tokens 1T")  # before it is planned
     if html is not None and not html.resolve().parent.is_dir():
         raise ConfigError(f"--html {html}: its folder does not exist")
     machine = with_speeds(_machine(gpu, gpus, nodes, host_memory, disk), gpu, link, drive, measured)
@@ -115,7 +132,7 @@ def plan(
     settings = (
         _settings(config, 3 if stage is None else stage, micro_batch, gpus) if layout is None else layout.config()
     )
-    settings = with_axes(settings, tensor=tp, pipe=pp, sequence=sp)
+    settings = with_axes(settings, tensor=tp, pipe=pp, sequence=sp, expert=ep)
     if auto:
         shown = _auto(Search(subject, settings, machine, seq, recompute, micro_batch, disk is not None))
     else:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from shardwell.config import ZeroConfig
+from shardwell.memory.machine import current_machine
 from shardwell.sharding import UnitSpec
-from shardwell.sharding.tensor_part import numel_on_all
+from shardwell.sharding.bundle import numel_of, sizes_of_parameters
 
 _SMALL = 100_000  # elements: larger parameters are worth an all-gather in any model
 _SHARE = 0.01  # of a model: what small parameters may cost in all if the configuration sets no bound
@@ -13,18 +14,22 @@ _SHARE = 0.01  # of a model: what small parameters may cost in all if the config
 def persistent_in(specs: list[UnitSpec], zero: ZeroConfig) -> set[int]:
     """Return the ids of persistent parameters, smallest first while their sum is below the model's threshold.
 
-    "auto" has a bound of its own: a small model consists of small parameters, and none of it would be sharded.
+    Parameters of one size are persistent or not together, so that the blocks of a model stay alike. "auto" has a bound
+    of its own: a small model consists of small parameters, and none of it would be sharded.
     """
-    parameters = sorted((p for one in specs for _, p in one.parameters), key=numel_on_all)
+    by_size = sizes_of_parameters(pair for one in specs for pair in one.parameters)
+    blocks = current_machine().blocks
+    totals = {numel: numel_of(pairs, blocks) for numel, pairs in by_size.items()}
     threshold, most = zero.stage3_param_persistence_threshold, zero.stage3_model_persistence_threshold
     bounds = [] if most is None else [most]
     if isinstance(threshold, str):
         threshold = _SMALL
-        bounds.append(int(_SHARE * sum(map(numel_on_all, parameters))))
-    chosen, total = set(), 0
-    for parameter in parameters:
-        total += numel_on_all(parameter)
-        if numel_on_all(parameter) >= threshold or any(total > bound for bound in bounds):
+        bounds.append(int(_SHARE * sum(totals.values())))
+    chosen: set[int] = set()
+    total = 0
+    for numel, pairs in by_size.items():
+        total += totals[numel]
+        if numel >= threshold or any(total > bound for bound in bounds):
             break
-        chosen.add(id(parameter))
+        chosen |= {id(parameter) for _, parameter in pairs}
     return chosen

@@ -6,8 +6,9 @@ from torch import nn
 
 from shardwell.config import Config
 from shardwell.engine.persistence import persistent_in
+from shardwell.memory.machine import SimulatedBlocks, current_machine
 from shardwell.sharding import UnitSpec, wrap_model
-from shardwell.sharding.bundle import LARGEST_BUNDLE, SMALLEST_SHARE, bundle_neighbours, gather_in_root
+from shardwell.sharding.bundle import LARGEST_BUNDLE, SMALLEST_SHARE, bundle_neighbours, gather_in_root, numel_of
 from shardwell.sharding.wrap import LeafRules
 
 _LIVE_SHARE = 4  # of stage3_max_live_parameters: a bundle runs, the next one is all-gathered, and the root has some
@@ -18,15 +19,16 @@ def unit_specs(model: nn.Module, settings: Config) -> list[UnitSpec]:
     zero = settings.zero_optimization
     leaf = zero.leaf_module
     specs = wrap_model(model, LeafRules(leaf.classes, leaf.names, leaf.name_suffixes))
-    specs = gather_in_root(model, specs, persistent_in(specs, zero))
-    return bundle_neighbours(model, specs, _largest_bundle(specs, settings))
+    blocks = current_machine().blocks
+    specs = gather_in_root(model, specs, persistent_in(specs, zero), blocks)
+    return bundle_neighbours(model, specs, _largest_bundle(specs, settings, blocks))
 
 
-def _largest_bundle(specs: list[UnitSpec], settings: Config) -> int:
+def _largest_bundle(specs: list[UnitSpec], settings: Config, blocks: SimulatedBlocks | None) -> int:
     """Return the elements that a bundle of neighbouring units may have."""
     zero, asked = settings.zero_optimization, settings.shardwell.bundle_size
     if not isinstance(asked, str):
         return asked
-    total = sum(one.numel for one in specs)
+    total = numel_of((pair for one in specs for pair in one.parameters), blocks)
     live = zero.stage3_max_live_parameters // _LIVE_SHARE if zero.stage == 3 else LARGEST_BUNDLE
     return min(LARGEST_BUNDLE, total // SMALLEST_SHARE, live)

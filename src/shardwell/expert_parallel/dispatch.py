@@ -1,7 +1,8 @@
 """Tokens travel to the ranks of their experts, and come back: two all-to-alls in forward, two in backward.
 
 Rows are pairs of a token and one of its experts, sorted by expert. The ranks tell each other first how many rows each
-expert gets, which the host has to know: sizes differ from step to step.
+expert gets, which the host has to know: sizes differ from step to step. On the meta device there are no values: there
+every expert gets as many rows as any other, or one fewer.
 """
 
 from __future__ import annotations
@@ -15,7 +16,6 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from shardwell.errors import ShardwellError
 from shardwell.parallel.model_axis import ModelAxis
 from shardwell.parallel.traffic import TrafficKind
 
@@ -44,15 +44,28 @@ class _Exchange(Function):
 def route(axis: ModelAxis, experts: Tensor, num_experts: int, name: str) -> TokenRoute:
     """Tell the ranks how many rows each of their experts gets; `experts` (1D) are those of this rank's rows."""
     if experts.is_meta:
-        raise ShardwellError(
-            "shardwell.expert_parallel_size: on the meta device it is not known which tokens go to which experts; "
-            "simulate with 1"
-        )
+        return _balanced(axis, experts, num_experts, name)
     counts = torch.bincount(experts, minlength=num_experts).view(axis.size, -1)  # rank, expert of that rank
     told = axis.all_to_all(counts, f"EXPERT {name} counts", TrafficKind.CONTROL)
     sent, received = torch.stack([counts.sum(1), told.sum(1)]).tolist()
     numbers = torch.arange(told.shape[1], device=told.device).repeat(axis.size)
     return TokenRoute(sent, received, torch.repeat_interleave(numbers, told.flatten(), output_size=sum(received)))
+
+
+def balanced_rows(num_rows: int, num_experts: int) -> list[int]:
+    """Return how many rows each expert gets if none gets two more than another; the first ones get those left over."""
+    each, left = divmod(num_rows, num_experts)
+    return [each + (number < left) for number in range(num_experts)]
+
+
+def _balanced(axis: ModelAxis, experts: Tensor, num_experts: int, name: str) -> TokenRoute:
+    """Return the route of rows without values; the ranks tell each other numbers of the same size."""
+    counts = torch.empty(axis.size, num_experts // axis.size, dtype=torch.long, device="meta")
+    axis.all_to_all(counts, f"EXPERT {name} counts", TrafficKind.CONTROL)
+    rows, per_rank = balanced_rows(experts.shape[0], num_experts), num_experts // axis.size
+    sent = [sum(rows[rank * per_rank : (rank + 1) * per_rank]) for rank in range(axis.size)]
+    received = [sent[axis.rank]] * axis.size
+    return TokenRoute(sent, received, experts.new_empty(sum(received)))
 
 
 def dispatch(

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwell.errors import ShardwellError
-from shardwell.expert_parallel.dispatch import dispatch
+from shardwell.expert_parallel.dispatch import balanced_rows, dispatch
 from shardwell.parallel.model_axis import ModelAxis
 
 # the second and third argument of a module of experts, by the names that models have for them
@@ -68,7 +68,7 @@ class ParallelExperts(nn.Module):
         per_rank = share.num_experts // share.axis.size
         parts, places = [], []
         for number in range(per_rank):
-            at = (experts == number).nonzero().flatten()
+            at = _places(experts, number, per_rank)
             if len(at):
                 parts.append(share.listed[share.axis.rank * per_rank + number](rows[at]))
                 places.append(at)
@@ -77,6 +77,13 @@ class ParallelExperts(nn.Module):
         where = torch.empty_like(experts)
         where[torch.cat(places)] = torch.arange(len(experts), device=experts.device)
         return torch.cat(parts)[where]
+
+
+def _places(experts: Tensor, number: int, num_experts: int) -> Tensor:
+    """Return which rows are of an expert; on the meta device, as many as others get."""
+    if experts.is_meta:
+        return experts.new_empty(balanced_rows(len(experts), num_experts)[number])
+    return (experts == number).nonzero().flatten()
 
 
 def takes_experts(module: nn.Module) -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
@@ -24,8 +24,33 @@ NOT_LIMITED = float(1 << 60)  # bytes
 _WORKSPACE, _LARGE_WORKSPACE = 8_519_680, 33_554_432  # bytes: torch's default for cuBLAS, and that for Hopper and B200
 
 
+@dataclass(frozen=True)
+class SimulatedBlocks:
+    """How many of a model's identical blocks are simulated, and how many it has.
+
+    What depends on a whole model, such as how its small parameters are shared, is decided as if all blocks were there.
+    """
+
+    simulated: int
+    all: int
+
+    def on_all(self, parameters: Iterable[tuple[str, int]]) -> int:
+        """Return the elements in the whole model that parameters, by name, stand for: of a block, those of all."""
+        inside = outside = 0
+        for name, numel in parameters:
+            if any(part.isdigit() for part in name.split(".")):
+                inside += numel
+            else:
+                outside += numel
+        return inside * self.all // self.simulated + outside
+
+
 class Machine(Protocol):
     """The answers that an engine needs of a machine."""
+
+    @property
+    def blocks(self) -> SimulatedBlocks | None:
+        """Return the blocks of a simulation that has few of them; None where a model is whole."""
 
     @property
     def ranks(self) -> SimulatedRanks | None:
@@ -66,6 +91,7 @@ class ThisMachine:
     """The machine of this process, as the system, CUDA and the launcher describe it."""
 
     ranks = None
+    blocks = None
 
     def has_own_memory(self, device: torch.device) -> bool:
         """Return whether a device is a GPU."""
@@ -154,6 +180,7 @@ class SimulatedMachine:
     ranks: SimulatedRanks = field(default_factory=SimulatedRanks)
     cores: int = 64
     speeds: Speeds | None = None  # with them, plans have times
+    blocks: SimulatedBlocks | None = None  # where the model has few of its blocks
 
     def has_own_memory(self, device: torch.device) -> bool:
         """Return whether the simulated devices are GPUs."""

@@ -16,6 +16,8 @@ from torch.utils.checkpoint import checkpoint
 from shardwell import sequence_parallel
 from shardwell.errors import ConfigError
 
+_SHARED = {"gate": "colwise", "up": "colwise", "down": "rowwise"}
+
 
 @dataclass(frozen=True)
 class DecoderSizes:
@@ -32,6 +34,10 @@ class DecoderSizes:
     gated: bool = False
     tied: bool = False  # the last layer has the weights of the embedding
     qkv_bias: bool = False  # of a gated decoder, as Qwen2 has it
+    head_norm: bool = False  # queries and keys of each head are normalised, as Qwen3 does
+    experts: int = 0  # of each block of a gated decoder; 0: its MLP is one for all tokens
+    experts_of_token: int = 0
+    shared_mlp: int = 0  # the inner size of an expert that all tokens go to, as Qwen2-MoE has it
 
     def __post_init__(self) -> None:
         for name in ("layers", "hidden", "heads", "vocabulary"):
@@ -41,6 +47,14 @@ class DecoderSizes:
             raise ConfigError(f"a hidden size of {self.hidden} cannot be divided into {self.heads} heads")
         if self.heads % (self.kv_heads or self.heads):
             raise ConfigError(f"{self.heads} heads cannot share {self.kv_heads} heads of keys and values evenly")
+        if self.experts and not (self.gated and 1 <= self.experts_of_token <= self.experts):
+            raise ConfigError(f"a token cannot go to {self.experts_of_token} of {self.experts} experts")
+
+    @property
+    def expert_numels(self) -> tuple[int, int]:
+        """The parameters of all experts, and of those that a token goes to."""
+        each = self.layers * 3 * self.hidden * (self.mlp or 4 * self.hidden)
+        return self.experts * each, self.experts_of_token * each
 
 
 class Decoder(nn.Module):
@@ -50,6 +64,10 @@ class Decoder(nn.Module):
         "embed": "embedding_rowwise",
         **{f"blocks.*.{name}": "colwise" for name in ("query", "key", "value", "gate", "up")},
         **{f"blocks.*.{name}": "rowwise" for name in ("out", "down")},
+        **{f"blocks.*.mixture.shared.{name}": style for name, style in _SHARED.items()},
+        "blocks.*.mixture.experts.gate_up": "packed_colwise",
+        "blocks.*.mixture.experts.down": "rowwise",
+        "blocks.*.mixture.experts": "moe_tp_experts",
         "head": "colwise_gather_output",
     }
 
@@ -85,17 +103,24 @@ class _Block(nn.Module):
         self.value = nn.Linear(sizes.hidden, kv * self._dim, bias=bias or sizes.qkv_bias)
         self.attend = sequence_parallel.DistributedAttention()  # a fused kernel, over whole sequences
         self.out = nn.Linear(sizes.heads * self._dim, sizes.hidden, bias=bias)
-        self.gate = nn.Linear(sizes.hidden, inner, bias=False) if sizes.gated else None
-        self.up, self.down = nn.Linear(sizes.hidden, inner, bias=bias), nn.Linear(inner, sizes.hidden, bias=bias)
+        self.head_norms = nn.ModuleList(nn.RMSNorm(self._dim) for _ in range(2)) if sizes.head_norm else None
+        self.mixture = _Mixture(sizes) if sizes.experts else None
+        if self.mixture is None:
+            self.gate = nn.Linear(sizes.hidden, inner, bias=False) if sizes.gated else None
+            self.up, self.down = nn.Linear(sizes.hidden, inner, bias=bias), nn.Linear(inner, sizes.hidden, bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.first(x)
         query, key, value = (self._by_head(layer(y)) for layer in (self.query, self.key, self.value))
+        if self.head_norms is not None:
+            query, key = self.head_norms[0](query), self.head_norms[1](key)
         if not self._sizes.positions:
             query, key = _rotated(query), _rotated(key)
         mixed = self.attend(query, key, value, is_causal=True)
         x = x + self.out(mixed.transpose(1, 2).flatten(2))
         y = self.second(x)
+        if self.mixture is not None:
+            return torch.add(x, self.mixture(y))
         inner = F.gelu(self.up(y)) if self.gate is None else F.silu(self.gate(y)) * self.up(y)
         return torch.add(x, self.down(inner))
 
@@ -106,6 +131,58 @@ class _Block(nn.Module):
                 f"tensor_parallel.autotp_size: ranks cannot share {heads} heads evenly; use a divisor of it"
             )
         return torch.unflatten(x, -1, (-1, self._dim)).transpose(1, 2)
+
+
+class _Mixture(nn.Module):
+    """A router, experts, and an expert for all tokens if there is one."""
+
+    def __init__(self, sizes: DecoderSizes) -> None:
+        super().__init__()
+        self._each = sizes.experts_of_token
+        self.router = nn.Linear(sizes.hidden, sizes.experts, bias=False)
+        self.experts = _Experts(sizes)
+        self.shared = _Shared(sizes) if sizes.shared_mlp else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.flatten(0, 1)
+        weights, index = F.softmax(self.router(rows), -1, dtype=torch.float32).topk(self._each)
+        found: Tensor = self.experts(rows, index, weights.to(x.dtype))
+        if self.shared is not None:
+            found = found + self.shared(rows)
+        return found.view_as(x)
+
+
+class _Experts(nn.Module):
+    """Packed experts of which each gets as many rows: a batched product has the sizes of a grouped one."""
+
+    def __init__(self, sizes: DecoderSizes) -> None:
+        super().__init__()
+        inner = sizes.mlp or 4 * sizes.hidden
+        self.gate_up = nn.Parameter(torch.empty(sizes.experts, 2 * inner, sizes.hidden))
+        self.down = nn.Parameter(torch.empty(sizes.experts, sizes.hidden, inner))
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        each, number = top_k_index.shape[1], self.gate_up.shape[0]
+        order = top_k_index.flatten().argsort()
+        rows = hidden_states[order // each]
+        if left := -len(rows) % number:
+            rows = F.pad(rows, (0, 0, 0, left))
+        gate, up = torch.bmm(rows.unflatten(0, (number, -1)), self.gate_up.transpose(1, 2)).chunk(2, -1)
+        found = torch.bmm(F.silu(gate) * up, self.down.transpose(1, 2)).flatten(0, 1)[: len(order)]
+        weighed: Tensor = found[order.argsort()].unflatten(0, (-1, each)) * top_k_weights.unsqueeze(-1)
+        return weighed.sum(1)
+
+
+class _Shared(nn.Module):
+    def __init__(self, sizes: DecoderSizes) -> None:
+        super().__init__()
+        hidden, inner = sizes.hidden, sizes.shared_mlp
+        self.gate, self.up = nn.Linear(hidden, inner, bias=False), nn.Linear(hidden, inner, bias=False)
+        self.down, self.weight = nn.Linear(inner, hidden, bias=False), nn.Linear(hidden, 1, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.down(F.silu(self.gate(x)) * self.up(x))
+        return torch.sigmoid(self.weight(x)) * found
 
 
 def _rotated(x: Tensor) -> Tensor:

@@ -18,8 +18,10 @@ from torch.utils._pytree import tree_map
 
 from shardwell.engine import Engine
 from shardwell.errors import ConfigError, NoRoomError, ShardwellError
-from shardwell.memory.machine import SimulatedMachine
+from shardwell.expert_parallel.layers import takes_experts
+from shardwell.memory.machine import SimulatedBlocks, SimulatedMachine
 from shardwell.offload.optimizer_swap import FEWEST_BUFFERS
+from shardwell.plan.axes import ranks_along
 from shardwell.plan.recording import Recording
 from shardwell.plan.report import PlanReport
 from shardwell.plan.simulation import FEWEST_STEPS, STEPS, BlockModel, StepCosts, along, on_meta, simulate
@@ -29,6 +31,8 @@ from shardwell.plan.step_time import StepTime, extrapolated, simulate_time
 _FEWEST = 4  # blocks: fewer have no block that computes while two others are all-gathered ahead of it
 _FEWEST_BELOW = 9  # blocks: with state on host or disk all staging buffers are in use
 
+_MOST_DEPTHS = 5  # at which time is simulated before all blocks are
+_MOST_TOKENS = 1 << 32  # of a micro-batch: sizes of its tensors are numbers of 64 bits
 _NEAR = 0.0025  # share of a step by which three depths may differ from a line, for each block between them
 _ROUNDED = 4096  # bytes: a few blocks of the allocator
 
@@ -78,8 +82,20 @@ def estimate(
         time = None if machine.speeds is None else _time(on_meta(model), settings, machine, inputs, loss)
         name = type(model).__name__
     if time is not None:
-        time = replace(time, tokens=time.samples * _tokens_of_sample(inputs))
-    return PlanReport(name, settings if isinstance(settings, dict) else {}, machine, costs, tuple(notes), time)
+        time = replace(time, tokens=time.samples * _tokens_of_sample(inputs) * ranks_along(settings, "sequence"))
+    if any(takes_experts(one) for one in (model.build(1) if isinstance(model, BlockModel) else model).modules()):
+        notes = [*notes, "every expert of a layer gets as many tokens as any other"]
+    share = _active_share(model, settings, costs.num_parameters) if isinstance(model, BlockModel) else 1.0
+    given = settings if isinstance(settings, dict) else {}
+    return PlanReport(name, given, machine, costs, tuple(notes), time, share)
+
+
+def _active_share(model: BlockModel, config: Any, num_parameters: int) -> float:
+    """Return the parameters that a token meets over those of a rank, which holds some of the experts."""
+    experts, met = model.experts
+    tensor, expert = (ranks_along(config, axis) for axis in ("tensor", "expert"))
+    others = num_parameters * tensor - experts / expert
+    return (others + met) / (num_parameters * tensor) if experts and others > 0 else 1.0
 
 
 def _of_blocks(
@@ -116,7 +132,9 @@ def _of_blocks(
 
 def least(model: BlockModel, config: Any, machine: SimulatedMachine) -> PlanReport:
     """Return what a few blocks of a model take, from one simulation: all of them take at least as much of each tier."""
-    costs, notes = _run(model.build(min(_FEWEST, model.layers)), config, machine, model.inputs, None, FEWEST_STEPS)
+    depth = min(_FEWEST, model.layers)
+    part = _with_blocks(machine, depth, model.layers)
+    costs, notes = _run(model.build(depth), config, part, model.inputs, None, FEWEST_STEPS)
     return PlanReport(model.name, dict(config), machine, costs, tuple(notes))
 
 
@@ -138,21 +156,29 @@ def _time(
 def _time_of_blocks(
     model: BlockModel, config: Any, machine: SimulatedMachine, loss: Callable[[Any], Tensor] | None, verified: bool
 ) -> StepTime:
-    """Simulate few blocks with virtual time; all of them if three depths do not agree.
+    """Simulate few blocks with virtual time; all of them if no three depths agree.
 
     Below the device blocks go through a few buffers in turns: depths that leave the same one for the last are compared.
+    With few blocks a queue may not be full yet, so that a few depths more are looked at before all.
     """
-    is_below = _is_below(config)
-    fewest, apart = (_FEWEST_BELOW, _num_buffers(config)) if is_below else (_FEWEST, 1)
-    depths = (fewest, fewest + apart, fewest + 2 * apart) if verified else (fewest, fewest + apart)
-    if sum(depths) >= model.layers:
-        return _timed_at(model, model.layers, config, machine, loss)
-    found = [_timed_at(model, depth, config, machine, loss) for depth in depths]
-    first, last = found[0], found[-1]
-    if verified and not _lies_between(first, last, found[1], _NEAR * apart):
-        return _timed_at(model, model.layers, config, machine, loss)
-    whole = extrapolated(first, last, depths[-1] - fewest, model.layers - fewest)
-    return replace(whole, events=last.events, waits=last.waits, num_blocks=depths[-1])
+    fewest, apart = (_FEWEST_BELOW, _num_buffers(config)) if _is_below(config) else (_FEWEST, 1)
+    found: list[StepTime] = []
+    for number in range(_MOST_DEPTHS if verified else 2):
+        depth = fewest + number * apart
+        if 2 * depth >= model.layers:
+            break
+        found.append(_timed_at(model, depth, config, machine, loss))
+        if number == 1 and not verified:
+            return _from_depths(found[0], found[1], depth, apart, model.layers)
+        if number > 1 and _lies_between(found[-3], found[-1], found[-2], _NEAR * apart):
+            return _from_depths(found[-3], found[-1], depth, 2 * apart, model.layers)
+    return _timed_at(model, model.layers, config, machine, loss)
+
+
+def _from_depths(one: StepTime, last: StepTime, depth: int, between: int, layers: int) -> StepTime:
+    """Return the time of all blocks from those of two depths, the second of which is `depth`."""
+    whole = extrapolated(one, last, between, layers - depth + between)
+    return replace(whole, events=last.events, waits=last.waits, num_blocks=depth)
 
 
 def _num_buffers(config: Mapping[str, Any]) -> int:
@@ -170,12 +196,21 @@ def _lies_between(one: StepTime, last: StepTime, middle: StepTime, near: float) 
 def _timed_at(
     model: BlockModel, depth: int, config: Any, machine: SimulatedMachine, loss: Callable[[Any], Tensor] | None
 ) -> StepTime:
-    return _time(model.build(depth), config, _share_of(machine, depth / model.layers), model.inputs, loss)
+    return _time(model.build(depth), config, _part_of(machine, depth, model.layers), model.inputs, loss)
 
 
-def _share_of(machine: SimulatedMachine, share: float) -> SimulatedMachine:
-    """Return a machine whose host and drives have a share of their bytes."""
-    return replace(machine, host_bytes=machine.host_bytes * share, disk_bytes=machine.disk_bytes * share)
+def _part_of(machine: SimulatedMachine, depth: int, layers: int) -> SimulatedMachine:
+    """Return a machine that has some of a model's blocks; its host and drives have that share of their bytes."""
+    share = depth / layers
+    return replace(
+        _with_blocks(machine, depth, layers),
+        host_bytes=machine.host_bytes * share,
+        disk_bytes=machine.disk_bytes * share,
+    )
+
+
+def _with_blocks(machine: SimulatedMachine, depth: int, layers: int) -> SimulatedMachine:
+    return replace(machine, blocks=SimulatedBlocks(depth, layers) if depth < layers else None)
 
 
 def _tokens_of_sample(inputs: Inputs) -> int:
@@ -202,9 +237,9 @@ def _at(
 
     Staging buffers are as large with few blocks as with all: where they do not fit into the share, the host has all.
     """
-    part = _share_of(machine, depth / model.layers)
+    part, whole = _part_of(machine, depth, model.layers), _with_blocks(machine, depth, model.layers)
     costs, notes = _run(model.build(depth), config, part, model.inputs, loss, steps)
-    return _run(model.build(depth), config, machine, model.inputs, loss, steps) if notes else (costs, notes)
+    return _run(model.build(depth), config, whole, model.inputs, loss, steps) if notes else (costs, notes)
 
 
 def _run(
@@ -235,9 +270,9 @@ def _forward(inputs: Inputs, loss: Callable[[Any], Tensor] | None) -> Callable[[
 
 
 def _with_more_room(config: Any, machine: SimulatedMachine) -> tuple[Any, SimulatedMachine]:
-    large = replace(SimulatedMachine(has_gpus=machine.has_gpus, ranks=machine.ranks), speeds=machine.speeds)
-    patient = {**config, "shardwell": {**config.get("shardwell", {}), "commit": "after_norm"}}
-    return patient, replace(large, cores=machine.cores)
+    plain = SimulatedMachine()
+    large = replace(machine, device_bytes=plain.device_bytes, host_bytes=plain.host_bytes, disk_bytes=plain.disk_bytes)
+    return {**config, "shardwell": {**config.get("shardwell", {}), "commit": "after_norm"}}, large
 
 
 def record(model: nn.Module, config: Any, machine: SimulatedMachine, inputs: Inputs) -> tuple[StepCosts, Recording]:
@@ -299,4 +334,9 @@ def tokens(micro_batch: int, sequence: int) -> Tensor:
     """Return a batch of tokens without values."""
     if micro_batch < 1 or sequence < 1:
         raise ShardwellError(f"a micro-batch of {micro_batch} sequences of {sequence} tokens: expected 1 or more")
+    if micro_batch * sequence > _MOST_TOKENS:
+        raise ShardwellError(
+            f"a micro-batch of {micro_batch:,} sequences of {sequence:,} tokens: expected at most {_MOST_TOKENS:,} "
+            "tokens"
+        )
     return torch.empty(micro_batch, sequence, dtype=torch.long, device="meta")

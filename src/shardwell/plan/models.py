@@ -24,6 +24,10 @@ from shardwell.plan.simulation import BlockModel
 from shardwell.plan.stages import num_stages
 
 _GPT2, _LLAMA2, _LLAMA3, _QWEN = 50257, 32000, 128256, 152064
+_MIXTRAL = DecoderSizes(1, 8, 8, _LLAMA2, kv_heads=8, gated=True, experts=8, experts_of_token=2)
+_QWEN3_MOE = DecoderSizes(
+    1, 4, 4, 151936, kv_heads=4, head_dim=128, gated=True, head_norm=True, experts=128, experts_of_token=8
+)
 # Sizes as the papers and the published configurations have them.
 PRESETS: dict[str, DecoderSizes] = {
     "zero-7.5b": DecoderSizes(36, 4096, 32, _GPT2, positions=1024, tied=True),
@@ -41,6 +45,10 @@ PRESETS: dict[str, DecoderSizes] = {
     "qwen2.5-7b": DecoderSizes(28, 3584, 28, _QWEN, mlp=18944, kv_heads=4, gated=True, qkv_bias=True),
     "qwen2.5-32b": DecoderSizes(64, 5120, 40, _QWEN, mlp=27648, kv_heads=8, gated=True, qkv_bias=True),
     "qwen2.5-72b": DecoderSizes(80, 8192, 64, _QWEN, mlp=29568, kv_heads=8, gated=True, qkv_bias=True),
+    "mixtral-8x7b": replace(_MIXTRAL, layers=32, hidden=4096, heads=32, mlp=14336),
+    "mixtral-8x22b": replace(_MIXTRAL, layers=56, hidden=6144, heads=48, mlp=16384, vocabulary=32768),
+    "qwen3-30b-a3b": replace(_QWEN3_MOE, layers=48, hidden=2048, heads=32, mlp=768),
+    "qwen3-235b-a22b": replace(_QWEN3_MOE, layers=94, hidden=4096, heads=64, mlp=1536),
 }
 _NAMES = {  # of the fields of configurations: those that the architectures have for one size
     "layers": ("num_hidden_layers", "n_layer", "num_layers"),
@@ -55,6 +63,8 @@ _OPTIONAL = {
 }
 _GATED = ("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "phi3", "olmo2", "granite", "smollm3")
 _PLAIN = ("gpt2", "gpt_neox", "opt", "bloom")
+_SHARED_MLP = "shared_expert_intermediate_size"
+_MIXTURES = ("mixtral", "qwen2_moe", "qwen3_moe")
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 
 
@@ -66,7 +76,7 @@ def decoder(name: str, sizes: DecoderSizes, micro_batch: int, sequence: int, *, 
         with torch.device("meta"):
             return Decoder(replace(learned, layers=layers), recomputes=recomputes)
 
-    return BlockModel(name, sizes.layers, build, (tokens(micro_batch, sequence),), sizes.hidden)
+    return BlockModel(name, sizes.layers, build, (tokens(micro_batch, sequence),), sizes.hidden, sizes.expert_numels)
 
 
 @dataclass(frozen=True)
@@ -130,9 +140,9 @@ def sizes_of(model: str) -> tuple[str, DecoderSizes]:
     if key in PRESETS:
         return key, PRESETS[key]
     path = Path(model)
-    if path.is_dir():
+    if model and path.is_dir():
         path = path / "config.json"
-    if path.suffix == ".json" or path.exists():
+    if path.suffix == ".json" or (model and path.exists()):
         return Path(model).name.removesuffix(".json"), _from_file(path)
     near = difflib.get_close_matches(key, PRESETS, 1, 0.5)
     meant = f"Did you mean {near[0]}? " if near else ""
@@ -145,24 +155,43 @@ def sizes_of(model: str) -> tuple[str, DecoderSizes]:
 def _from_file(path: Path) -> DecoderSizes:
     found = dict(read(path)[2])
     kind = found.get("model_type")
-    if any(found.get(name) for name in _EXPERTS):
-        raise ConfigError(f"{path}: a model of type {kind!r} has experts, which plans do not know yet")
-    if kind not in (*_GATED, *_PLAIN):
+    known = (*_MIXTURES, *(() if any(found.get(name) for name in _EXPERTS) else (*_GATED, *_PLAIN)))
+    if kind not in known:
+        what = "a model of experts of which " if len(known) == len(_MIXTURES) else ""
         raise ConfigError(
-            f"{path}: model_type is {kind!r}, and plans know {', '.join((*_GATED, *_PLAIN))}. Plan another one with "
+            f"{path}: {what}model_type is {kind!r}, and plans know {', '.join(known)}. Plan another one with "
             "MODULE:FUNCTION."
         )
     sizes = {size: _number(found, path, names, needed=True) for size, names in _NAMES.items()}
     sizes |= {size: _number(found, path, names, needed=False) for size, names in _OPTIONAL.items()}
     positions = _number(found, path, ("max_position_embeddings", "n_positions"), needed=False)
-    is_gated = kind in _GATED
+    is_gated = kind in (*_GATED, *_MIXTURES)
+    sizes |= _mixture(found, path) if kind in _MIXTURES else {}
     return DecoderSizes(
         **sizes,
         positions=positions if kind in ("gpt2", "opt") else 0,
         gated=is_gated,
         tied=bool(found.get("tie_word_embeddings", not is_gated and kind != "gpt_neox")),
-        qkv_bias=kind == "qwen2" or bool(found.get("attention_bias")),
+        qkv_bias=bool(found.get("qkv_bias", kind in ("qwen2", "qwen2_moe")) or found.get("attention_bias")),
+        head_norm=kind in ("qwen3", "qwen3_moe"),
     )
+
+
+def _mixture(found: dict[str, Any], path: Path) -> dict[str, int]:
+    """Return the sizes of experts; all blocks must have them, since a plan has blocks of one kind."""
+    if found.get("mlp_only_layers") or found.get("decoder_sparse_step", 1) != 1:
+        raise ConfigError(
+            f"{path}: mlp_only_layers or decoder_sparse_step let some blocks have no experts, and a plan has blocks of "
+            "one kind. Plan it with MODULE:FUNCTION."
+        )
+    is_mixtral = found["model_type"] == "mixtral"
+    shared = 0 if found["model_type"] != "qwen2_moe" else _number(found, path, (_SHARED_MLP,), needed=True)
+    return {
+        "mlp": _number(found, path, ("intermediate_size" if is_mixtral else "moe_intermediate_size",), needed=True),
+        "experts": _number(found, path, ("num_local_experts" if is_mixtral else "num_experts",), needed=True),
+        "experts_of_token": _number(found, path, ("num_experts_per_tok",), needed=True),
+        "shared_mlp": shared,
+    }
 
 
 def _number(found: dict[str, Any], path: Path, names: tuple[str, ...], *, needed: bool) -> int:

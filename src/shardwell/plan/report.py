@@ -49,6 +49,7 @@ class PlanReport:
     costs: StepCosts
     notes: tuple[str, ...] = ()
     time: StepTime | None = None  # where the machine has speeds
+    active_share: float = 1.0  # the parameters that a token meets over those of this rank, which has some experts
 
     @property
     def num_ranks(self) -> int:

@@ -19,6 +19,7 @@ from shardwell.errors import ConfigError, ShardwellError
 from shardwell.memory import Tier
 from shardwell.memory.machine import SimulatedMachine
 from shardwell.memory.statistics import human
+from shardwell.plan.axes import ranks_along
 from shardwell.plan.largest import MOST, PeakLines, confirmed
 from shardwell.plan.models import PlanModel
 from shardwell.plan.report import PlanReport
@@ -145,21 +146,42 @@ class Search:
     has_disk: bool = False
     _found: list[tuple[PlanClass, PeakLines | PlanReport]] = field(default_factory=list)
     _dropped: list[Dropped] = field(default_factory=list)
-    _growth: dict[bool, dict[str, int]] = field(default_factory=dict)  # of peaks with a sequence, if recomputed or not
+    # of peaks with a sequence, by whether blocks are recomputed, and by tensor ranks
+    _growth: dict[tuple[bool, int | None], dict[str, int]] = field(default_factory=dict)
     _num_simulated: int = 0
 
     def run(self) -> AutoPlan:
         """Return the plans that fit, the fastest first."""
-        self._per_rank()  # raises if ranks cannot share the batch
         tried = self.recomputes if self.model.has_choices else False
         accumulation = int(self.base.get(ACCUMULATION, 1) or 1)
-        classes = structure_classes(self.machine, accumulation, tried, has_disk=self.has_disk)
+        has_axes = any(ranks_along(self.base, axis) > 1 for axis in ("tensor", "pipe", "sequence", "expert"))
+        has_tensor = self.model.has_choices and not has_axes
+        classes = structure_classes(
+            self.machine,
+            accumulation,
+            tried,
+            has_disk=self.has_disk,
+            has_tensor=has_tensor,
+        )
+        self._check_batch(classes)
         with _quiet():
             self._bound_states(classes)
             self._simulate(classes)
             plans = self._timed()
         plans.sort(key=lambda one: one.speed)
         return AutoPlan(_simplest_first(plans), self._dropped, self.base, self._num_simulated)
+
+    def _check_batch(self, classes: list[PlanClass]) -> None:
+        """Raise if the ranks cannot share the batch in any class."""
+        errors = []
+        for tensor in dict.fromkeys(one.tensor for one in classes):
+            try:
+                self._per_rank(tensor)
+            except ConfigError as error:
+                errors.append(error)
+            else:
+                return
+        raise errors[0]
 
     # ------------------------------------------------------------------------------------------- what is dropped
 
@@ -173,7 +195,9 @@ class Search:
             why = self._refusal(one)
             if why is None and room is not None:
                 states = states_of(specs, one.way.stage, size, mixed, False, 2 if kind in _ADAM else 0)
-                least = states.stored_bytes(dict.fromkeys(states.units, one.way.place))[Tier.DEVICE]
+                least = states.stored_bytes(dict.fromkeys(states.units, one.way.place))[Tier.DEVICE] // (
+                    one.tensor or 1
+                )
                 if least > room:
                     why = f"states alone take {human(least)} of a device, and {human(room)} may be used"
             if why is not None:
@@ -210,7 +234,7 @@ class Search:
 
     def _look_at(self, kind: PlanClass) -> bool:
         """Simulate a class; return whether it fits with the smallest micro-batch."""
-        sizes = self._micro_batches()
+        sizes = self._micro_batches(kind)
         try:
             one = self._plan(kind, sizes[0], verified=False)
         except ConfigError as error:  # of what only an engine knows, such as its axes
@@ -222,7 +246,7 @@ class Search:
         if len(sizes) == 1:
             self._found.append((kind, one))
             return True
-        again = kind.way.recomputes
+        again = kind.way.recomputes, kind.tensor
         if again not in self._growth:
             other = self._plan(kind, sizes[1], verified=False)
             between = sizes[1] - sizes[0]
@@ -234,26 +258,29 @@ class Search:
         self._found.append((kind, PeakLines((sizes[0], sizes[0] + 1), (one, larger))))
         return True
 
-    def _micro_batches(self) -> list[int]:
+    def _micro_batches(self, kind: PlanClass) -> list[int]:
         """Return the micro-batches that may be chosen, all of them or the first two of many."""
         if self.micro_batch is not None or not self.model.has_batches:
             return [self.micro_batch or int(self.base.get(MICRO, 1) or 1)]
-        per_rank = self._per_rank()
+        per_rank = self._per_rank(kind.tensor)
         return [1, 2] if per_rank is None else [one for one in range(1, per_rank + 1) if per_rank % one == 0]
 
-    def _per_rank(self) -> int | None:
-        """Return the sequences of each rank in a step if the configuration says how many all ranks have."""
+    def _per_rank(self, tensor: int | None = None) -> int | None:
+        """Return the sequences of each rank in a step if the configuration says how many all ranks have.
+
+        `tensor`: the ranks that share them along a tensor axis of a class.
+        """
         train = self.base.get(TRAIN)
         if not isinstance(train, int):
             return None
-        sharing = max(1, self.machine.ranks.size // ranks_of_batch(self.base))
+        sharing = max(1, self.machine.ranks.size // (ranks_of_batch(self.base) * (tensor or 1)))
         if train % sharing:
             raise ConfigError(f"{TRAIN} is {train}, which {sharing} ranks cannot share evenly: use a multiple")
         return train // sharing
 
     def _config(self, kind: PlanClass, micro_batch: int) -> dict[str, Any]:
         base = self.base
-        if (per_rank := self._per_rank()) is not None:
+        if (per_rank := self._per_rank(kind.tensor)) is not None:
             base = {key: value for key, value in base.items() if key != ACCUMULATION}
             assert per_rank % micro_batch == 0
         return kind.config(base, micro_batch)
@@ -285,16 +312,16 @@ class Search:
         kind, found = pair
         if isinstance(found, PlanReport):
             return Candidate(kind, found.config[MICRO], replace(found, machine=self.machine), self.sequence)
-        number = self._allowed(found.largest())
+        number = self._allowed(found.largest(), kind)
         first = replace(found.reports[0], machine=self.machine)  # with speeds; what moves is the same in any batch
         report = replace(first, config=self._config(kind, number))
         return Candidate(kind, number, report, self.sequence)
 
-    def _allowed(self, number: int) -> int:
+    def _allowed(self, number: int, kind: PlanClass) -> int:
         """Return the largest micro-batch up to a number that may be chosen."""
-        if self._per_rank() is None:
+        if self._per_rank(kind.tensor) is None:
             return min(number, MOST)
-        return max(one for one in self._micro_batches() if one <= max(1, number))
+        return max(one for one in self._micro_batches(kind) if one <= max(1, number))
 
     def _confirm(self, kind: PlanClass, found: PeakLines | PlanReport) -> Candidate | None:
         def plan(number: int) -> PlanReport:
@@ -302,10 +329,10 @@ class Search:
 
         if isinstance(found, PlanReport):
             number, report = found.config[MICRO], plan(found.config[MICRO])
-        elif self._per_rank() is None:
+        elif self._per_rank(kind.tensor) is None:
             number, report = confirmed(plan, found, MOST)
         else:
-            numbers = [one for one in reversed(self._micro_batches()) if one <= max(1, found.largest())]
+            numbers = [one for one in reversed(self._micro_batches(kind)) if one <= max(1, found.largest())]
             number, report = next(((one, made) for one in numbers if (made := plan(one)).fits), (1, found.reports[0]))
         if isinstance(found, PeakLines) and report is found.reports[0]:  # which was not simulated in full
             report = plan(number)
@@ -329,7 +356,9 @@ def _simplest_first(plans: list[Candidate]) -> list[Candidate]:
         first = exact
     near = [one for one in plans if one.speed.cost <= ALIKE * first.speed.cost]
     alike = [one for one in near if first.kind.quantised or not one.kind.quantised]
-    first = min(alike, key=lambda one: (one.kind.depth, one.kind.quantised, one.kind.hpz, one.speed))
+    first = min(
+        alike, key=lambda one: (one.kind.depth, one.kind.quantised, one.kind.tensor or 1, one.kind.hpz, one.speed)
+    )
     return [first, *(one for one in plans if one is not first)]
 
 

@@ -56,6 +56,7 @@ class BlockModel:
     build: Callable[[int], nn.Module]
     inputs: tuple[Any, ...]
     hidden: int = 0  # the numbers that a block gives on for each token, of a model that a pipeline divides
+    experts: tuple[int, int] = (0, 0)  # parameters of all experts, and of those that a token meets
 
 
 def along(one: StepCosts, other: StepCosts, number: Callable[[int, int], int]) -> StepCosts:
@@ -159,8 +160,10 @@ def fuse_updates(engine: Engine) -> None:
 
     def fused() -> None:
         stepped = [tensor for group in executor.inner.param_groups for tensor in group["params"]]
+        state = executor.inner.state
         with _disable_current_modes():
-            step()
+            if not all(state.get(tensor) for tensor in stepped if tensor.grad is not None):
+                step()  # which makes the state; without values there is nothing else to do
             if virtual_time.clock is not None and stepped:
                 virtual_time.clock.kernel(sum(_num_bytes(tensor, executor.inner.state[tensor]) for tensor in stepped))
             for state in executor.inner.state.values():

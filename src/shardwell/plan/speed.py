@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from shardwell.memory.statistics import human
+from shardwell.plan.axes import ranks_along
 from shardwell.plan.report import PlanReport
 
 WORTH_IT = 0.9  # of the time with exact collectives: quantised ones must be at least this much faster
@@ -21,7 +22,7 @@ ALIKE = 1.03  # a ratio up to which two plans are said to be alike
 
 @dataclass(frozen=True, order=True)
 class PlanSpeed:
-    """What a token costs; the smaller is the faster."""
+    """What a token costs one rank; the smaller is the faster. Ranks that train on the same rows share their tokens."""
 
     seconds: float  # 0 where time is not known
     offloaded: float  # bytes to and from host and disk
@@ -32,14 +33,14 @@ class PlanSpeed:
     @classmethod
     def of(cls, report: PlanReport, sequence: int, *, recomputes: bool) -> PlanSpeed:
         """Return what a token of one rank costs in a plan."""
-        tokens = tokens_of_rank(report.config, report.num_ranks, sequence)
+        shared = tokens_of_rows(report.config, report.num_ranks, sequence)
         hops = {
-            hop: sum(size for key, size in report.costs.traffic.items() if key.endswith(f" {hop}")) / tokens
+            hop: sum(size for key, size in report.costs.traffic.items() if key.endswith(f" {hop}"))
             for hop in ("between", "inside")
         }
-        copied = sum(report.costs.copies.values()) / tokens
-        seconds = report_seconds(report) or _bound(report, tokens, hops, recomputes=recomputes)
-        return cls(seconds / tokens, copied, hops["between"], hops["inside"], recomputes)
+        seconds = report_seconds(report) or _bound(report, shared, hops, recomputes=recomputes)
+        tokens, copied = shared / ranks_of_batch(report.config), sum(report.costs.copies.values())
+        return cls(seconds / tokens, copied / tokens, hops["between"] / tokens, hops["inside"] / tokens, recomputes)
 
     @property
     def cost(self) -> float:
@@ -47,8 +48,8 @@ class PlanSpeed:
         return self.seconds or self.offloaded or self.between or self.inside
 
 
-def tokens_of_rank(config: Mapping[str, Any], num_ranks: int, sequence: int) -> int:
-    """Return the tokens of one rank in a step."""
+def tokens_of_rows(config: Mapping[str, Any], num_ranks: int, sequence: int) -> int:
+    """Return the tokens of one rank's rows in a step; ranks along the axes pipe, sequence and tensor share them."""
     train = config.get("train_batch_size")
     if isinstance(train, int):
         return train * sequence * ranks_of_batch(config) // num_ranks
@@ -59,9 +60,7 @@ def tokens_of_rank(config: Mapping[str, Any], num_ranks: int, sequence: int) -> 
 
 def ranks_of_batch(config: Mapping[str, Any]) -> int:
     """Return how many ranks train on the same rows: those along the axes pipe, sequence and tensor."""
-    keys = (("pipeline", "stages"), ("tensor_parallel", "autotp_size"))
-    sizes = [(config.get(block) or {}).get(key) for block, key in keys] + [config.get("sequence_parallel_size")]
-    return math.prod(max(1, size) for size in sizes if isinstance(size, int))
+    return math.prod(ranks_along(config, axis) for axis in ("pipe", "sequence", "tensor"))
 
 
 def _bound(report: PlanReport, tokens: int, hops: Mapping[str, float], *, recomputes: bool) -> float:
@@ -71,12 +70,14 @@ def _bound(report: PlanReport, tokens: int, hops: Mapping[str, float], *, recomp
         return 0.0
     dtype = "bf16" if (report.config.get("bf16") or {}).get("enabled") else "fp16"
     fastest = max(rate for _, rate in speeds.matmul_in(dtype).points)
-    each = 2 * costs.num_parameters * (2 if recomputes else 1) + 4 * costs.num_trainable  # forward, backward
+    passes = 2 * costs.num_parameters * (2 if recomputes else 1) + 4 * costs.num_trainable  # forward, backward
+    each = passes * report.active_share
+    tokens //= ranks_along(report.config, "sequence")
     per_node = report.machine.local_world_size(report.num_ranks)
     return max(
         tokens * each / fastest,
-        tokens * hops["between"] / speeds.between,
-        tokens * hops["inside"] / speeds.inside,
+        hops["between"] / speeds.between,
+        hops["inside"] / speeds.inside,
         costs.copies.get("to device", 0) / speeds.copy_up,
         costs.copies.get("to host", 0) / speeds.copy_down,
         per_node * costs.copies.get("disk read", 0) / speeds.disk_read,

@@ -1,8 +1,9 @@
 """The classes of plans that a search goes through: what two plans have in common that differ in the micro-batch only.
 
-A class is a way to store the states (`sharding/ways.py`) with or without what ZeRO++ adds. Classes that another one
-dominates are not made: with several ranks stage 0 moves what stage 1 moves and stores more; without accumulation stage
-1 moves what stage 2 moves; and ZeRO++ is for several nodes.
+A class is a way to store the states (`sharding/ways.py`) with or without what ZeRO++ adds, or with a tensor axis
+inside the node. Classes that another one dominates are not made: with several ranks stage 0 moves what stage 1 moves
+and stores more; without accumulation stage 1 moves what stage 2 moves; ZeRO++ is for several nodes. Pipelines are no
+classes: their time is not simulated.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import Any
 from shardwell.config import Config, ConfigBlock, load
 from shardwell.memory import Tier
 from shardwell.memory.machine import SimulatedMachine
+from shardwell.plan.axes import with_axes
 from shardwell.sharding.model_states import TierPlacement
 from shardwell.sharding.ways import Way
 
@@ -40,11 +42,12 @@ _CHOSEN = (
 
 @dataclass(frozen=True)
 class PlanClass:
-    """A way to store states, the ranks of a secondary shard (hpZ), and whether collectives are quantised (qwZ, qgZ)."""
+    """A way to store states, the ranks of a secondary shard (hpZ), quantised collectives (qwZ, qgZ), tensor ranks."""
 
     way: Way
     hpz: int = 1
     quantised: bool = False
+    tensor: int | None = None  # ranks that share each tensor; None: what the configuration says
 
     @property
     def is_plain(self) -> bool:
@@ -58,7 +61,7 @@ class PlanClass:
 
     def plain(self) -> PlanClass:
         """Return the class without ZeRO++."""
-        return PlanClass(self.way)
+        return PlanClass(self.way, tensor=self.tensor)
 
     def config(self, base: Mapping[str, Any], micro_batch: int) -> dict[str, Any]:
         """Return a configuration of this class, with everything else as in `base`."""
@@ -68,7 +71,7 @@ class PlanClass:
             zero["zero_hpz_partition_size"] = self.hpz
         if self.quantised:
             zero |= {"zero_quantized_weights": True, "zero_quantized_gradients": True}
-        return {**base, MICRO: micro_batch, "zero_optimization": zero}
+        return with_axes({**base, MICRO: micro_batch, "zero_optimization": zero}, tensor=self.tensor)
 
     def __str__(self) -> str:
         words = [str(self.way)]
@@ -76,13 +79,18 @@ class PlanClass:
             words.append(f"secondary shards over {self.hpz} ranks (hpZ)")
         if self.quantised:
             words.append("quantised collectives (qwZ, qgZ)")
+        if self.tensor is not None:
+            words.append(f"{self.tensor} tensor ranks")
         return ", ".join(words)
 
 
 def structure_classes(
-    machine: SimulatedMachine, accumulation: int, recomputes: bool | None, *, has_disk: bool
+    machine: SimulatedMachine, accumulation: int, recomputes: bool | None, *, has_disk: bool, has_tensor: bool = False
 ) -> list[PlanClass]:
-    """Return the classes that may be the fastest, those with states on the device first."""
+    """Return the classes that may be the fastest, those with states on the device first.
+
+    `has_tensor`: also such with a tensor axis, which stays inside a node.
+    """
     num_ranks = machine.ranks.size
     per_node = machine.local_world_size(num_ranks)
     stages = [0] if num_ranks == 1 else [1, 2, 3] if accumulation > 1 else [2, 3]
@@ -97,6 +105,10 @@ def structure_classes(
         for again in ((False, True) if recomputes is None else (recomputes,))
         for one in _with_zeropp(Way(stage, again, place), num_ranks, per_node)
     ]
+    if has_tensor:
+        degrees = [2**power for power in range(1, per_node.bit_length()) if per_node % 2**power == 0]
+        plain = [one for one in found if one.is_plain and not one.depth and one.way.stage]
+        found += [PlanClass(one.way, tensor=degree) for degree in degrees for one in plain]
     return sorted(found, key=lambda one: one.depth)
 
 

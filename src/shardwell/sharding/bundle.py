@@ -8,16 +8,19 @@ root unit, so that one reduce-scatter and one all-gather serve all of them.
 
 from __future__ import annotations
 
-from collections.abc import Set
+from collections import defaultdict
+from collections.abc import Iterable, Set
 from dataclasses import replace
 
 from torch import nn
 
+from shardwell.memory.machine import SimulatedBlocks
 from shardwell.sharding.tensor_part import numel_on_all
 from shardwell.sharding.wrap import UnitSpec
 
 LARGEST_BUNDLE = 1 << 22  # elements: 8 MiB in 16 bits, beyond which the latency of a collective does not count
 SMALLEST_SHARE = 32  # a bundle is at most this part of the model, so that little of it is unsharded at a time
+NamedParameter = tuple[str, nn.Parameter]
 _IN_ORDER = (nn.ModuleList, nn.Sequential)  # containers whose children run one after the other, as a rule
 
 
@@ -63,13 +66,18 @@ def _joined(first: UnitSpec, its_name: str, one: UnitSpec) -> UnitSpec:
     )
 
 
-def gather_in_root(model: nn.Module, specs: list[UnitSpec], persistent: Set[int]) -> list[UnitSpec]:
+def gather_in_root(
+    model: nn.Module, specs: list[UnitSpec], persistent: Set[int], blocks: SimulatedBlocks | None = None
+) -> list[UnitSpec]:
     """Let the root unit own the persistent parameters (by id) of other units, the smallest first, up to a bundle.
+
+    Parameters of one size go together, so that the blocks of a model stay alike.
 
     Of units that the user named it owns none: ranks may use different parts of these, so they alone say whether they
     are reduced.
     """
-    moved = _smallest([p for one in specs if one.name and not one.is_user_unit for p in one.parameters], persistent)
+    others = [p for one in specs if one.name and not one.is_user_unit for p in one.parameters]
+    moved = _smallest([pair for pair in others if id(pair[1]) in persistent], blocks)
     if not moved:
         return specs
     kept: list[UnitSpec] = []
@@ -83,13 +91,27 @@ def gather_in_root(model: nn.Module, specs: list[UnitSpec], persistent: Set[int]
     return [UnitSpec("", model, parameters), *kept]
 
 
-def _smallest(parameters: list[tuple[str, nn.Parameter]], chosen: Set[int]) -> set[int]:
-    """Return the ids of the smallest of the `chosen` parameters, as many as a bundle may have."""
-    found, total = set(), 0
-    for _, parameter in sorted(parameters, key=lambda pair: numel_on_all(pair[1])):
-        if id(parameter) in chosen:
-            total += numel_on_all(parameter)
-            if total > LARGEST_BUNDLE:
-                break
-            found.add(id(parameter))
+def _smallest(parameters: list[NamedParameter], blocks: SimulatedBlocks | None) -> set[int]:
+    """Return the ids of the smallest parameters: of as many sizes as a bundle has room for."""
+    found: set[int] = set()
+    total = 0
+    for pairs in sizes_of_parameters(parameters).values():
+        total += numel_of(pairs, blocks)
+        if total > LARGEST_BUNDLE:
+            break
+        found |= {id(parameter) for _, parameter in pairs}
     return found
+
+
+def sizes_of_parameters(parameters: Iterable[NamedParameter]) -> dict[int, list[NamedParameter]]:
+    """Return parameters by their elements on all ranks, the smallest first."""
+    found: defaultdict[int, list[NamedParameter]] = defaultdict(list)
+    for pair in parameters:
+        found[numel_on_all(pair[1])].append(pair)
+    return dict(sorted(found.items()))
+
+
+def numel_of(parameters: Iterable[NamedParameter], blocks: SimulatedBlocks | None) -> int:
+    """Return the elements of parameters; where few blocks are simulated, those of all blocks."""
+    sizes = [(name, numel_on_all(parameter)) for name, parameter in parameters]
+    return sum(numel for _, numel in sizes) if blocks is None else blocks.on_all(sizes)

@@ -64,7 +64,10 @@ class ShardedGroup:
         self.trainable = members[0].trainable
         self.stays_unsharded = False  # unsharded for good, although its spec reshards
         shard = context.roles.shard
-        self.layout = make_layout([member.spec for member in members], shard.rank_group.size)
+        specs, blocks = [member.spec for member in members], context.device.machine.blocks
+        # small parameters of all blocks belong to the root: where few blocks are simulated, it is padded as for all
+        least = 0 if blocks is None or unit else blocks.on_all((one.name, one.numel) for one in specs)
+        self.layout = make_layout(specs, shard.rank_group.size, least=least)
         by_name = {member.name: member.parameter for member in members}
         parameters = [by_name[slot.name] for slot in self.layout.slots]
         # ranks along a pipeline that have the same parameters; the first of them counts and saves them

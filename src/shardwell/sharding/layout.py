@@ -177,12 +177,12 @@ class Layout:
         return found
 
 
-def make_layout(specs: Sequence[TensorSpec], num_shards: int, alignment: int = ALIGNMENT) -> Layout:
+def make_layout(specs: Sequence[TensorSpec], num_shards: int, alignment: int = ALIGNMENT, *, least: int = 0) -> Layout:
     """Place parameters so that there is no padding between them.
 
     Parameters whose size is a multiple of the alignment come first, the others follow. Within both, parameters with
     equal labels are adjacent, so that a shard has few spans. The order is otherwise that of `specs`. All padding is at
-    the end.
+    the end, as much as `least` elements need.
     """
 
     def is_odd(spec: TensorSpec) -> bool:
@@ -195,7 +195,8 @@ def make_layout(specs: Sequence[TensorSpec], num_shards: int, alignment: int = A
         box = spec.global_shape, spec.global_offset, spec.packed
         slots.append(Slot(spec.name, spec.shape, stride, offset, spec.numel, spec.label, *box))
         offset += spec.numel
-    shard = round_up(-(-offset // num_shards), alignment)
+    needed = max(offset, least) if least else offset
+    shard = round_up(-(-needed // num_shards), alignment)
     return Layout(tuple(slots), num_shards, offset, shard * num_shards)
 
 

@@ -1,0 +1,55 @@
+"""A plan of few blocks is that of all: what depends on the whole model is decided as if all blocks were there."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from shardwell.plan import SimulatedMachine, SimulatedRanks, estimate
+from shardwell.plan.decoder import DecoderSizes
+from shardwell.plan.estimate import _run
+from shardwell.plan.models import decoder
+from shardwell.sharding import bundle
+
+GPT = DecoderSizes(36, 256, 4, 1000, positions=64)
+GATED = DecoderSizes(36, 256, 4, 1000, mlp=512, gated=True)
+ON_HOST = {"offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}
+_ROUNDED = 4096  # bytes: a few blocks of the allocator
+
+
+# With 65,536 ranks the small parameters of all blocks are padded to many times their size; with room for 20,000
+# elements in the root, those of one size are in it and the others are in their blocks. Small parameters are at most 1%
+# of a model, of which few blocks alone would be another share.
+@pytest.mark.parametrize(
+    ("sizes", "ranks", "zero", "largest"),
+    [
+        (GPT, 64, {}, None),
+        (GPT, 65_536, {}, None),
+        (GPT, 65_536, {}, 20_000),
+        (GATED, 65_536, {}, None),
+        (GATED, 64, ON_HOST, None),
+        (GATED, 65_536, {"stage3_model_persistence_threshold": 9000}, None),
+    ],
+)
+def test_small_parameters_of_few_blocks_are_shared_as_those_of_all(
+    sizes: DecoderSizes, ranks: int, zero: dict[str, Any], largest: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if largest is not None:
+        monkeypatch.setattr(bundle, "LARGEST_BUNDLE", largest)
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "bf16": {"enabled": True},
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
+        "zero_optimization": {"stage": 3, **zero},
+        "shardwell": {"bundle_size": 0},
+    }
+    model, machine = decoder("few", sizes, 1, 32, recomputes=True), SimulatedMachine(ranks=SimulatedRanks(0, ranks, 8))
+    few = estimate(model, config, machine)
+    depths = "9, 10 and 11" if zero is ON_HOST else "4, 5 and 6"
+    assert f"{depths} of {sizes.layers} identical blocks were simulated" in few.notes
+    whole, _ = _run(model.build(sizes.layers), config, machine, model.inputs, None)
+    for name in ("num_parameters", "rest", "traffic", "calls", "copies"):
+        assert getattr(few.costs, name) == getattr(whole, name), name
+    for moment in ("forward", "backward"):
+        assert abs(few.costs.peaks[f"{moment} device"] - whole.peaks[f"{moment} device"]) <= _ROUNDED
