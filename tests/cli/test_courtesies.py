@@ -17,6 +17,7 @@ from shardwell.cli import app
 from shardwell.cli.examples import EXAMPLES
 from shardwell.errors import ShardwellError
 from tests.support.command import ROOT, environment
+from tests.support.patience import HANG
 
 
 def commands(group: Any, path: tuple[str, ...] = ()) -> dict[tuple[str, ...], Any]:
@@ -86,7 +87,7 @@ def test_ranks_compute_after_the_notebook_has_used_threads() -> None:
         "print(shardwell.notebook_launcher(multiplied, num_ranks=2))"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code], env=environment(), cwd=ROOT, capture_output=True, text=True, timeout=100
+        [sys.executable, "-c", code], env=environment(), cwd=ROOT, capture_output=True, text=True, timeout=HANG
     )
     assert done.stdout.strip() == "[1.0, 1.0]", done.stderr
 

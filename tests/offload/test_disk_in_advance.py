@@ -225,7 +225,7 @@ def taken_unawares(folder: str) -> int:
 
 
 def test_guesses_that_have_not_begun_are_waited_for(ranks: Ranks, tmp_path: Path) -> None:
-    assert ranks.run(1, taken_unawares, str(tmp_path), limit=30.0) == [0]
+    assert ranks.run(1, taken_unawares, str(tmp_path)) == [0]
 
 
 def crossed(folder: str) -> bool:
@@ -250,7 +250,7 @@ def crossed(folder: str) -> bool:
 
 
 def test_a_guess_never_waits_with_something_in_its_hands(ranks: Ranks, tmp_path: Path) -> None:
-    assert ranks.run(1, crossed, str(tmp_path), limit=30.0) == [True]
+    assert ranks.run(1, crossed, str(tmp_path)) == [True]
 
 
 def test_a_drive_that_fails_in_advance_is_heard_in_the_step(ranks: Ranks, tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ import pytest
 
 from tests.support import preloaded
 from tests.support.command import arguments, environment
+from tests.support.patience import HANG
 
 # What each prints must not depend on how it was started.
 PROGRAMS = {
@@ -45,7 +46,7 @@ def run(*args: str, is_preloaded: bool, cwd: Path, **more: Any) -> tuple[int, st
     env.pop("GONE", None)
     command = [sys.executable, *args]
     done = subprocess.run(
-        command, env={**env, **more}, cwd=cwd, capture_output=True, text=True, timeout=120, input="in"
+        command, env={**env, **more}, cwd=cwd, capture_output=True, text=True, timeout=HANG, input="in"
     )
     return done.returncode, done.stdout, done.stderr
 
@@ -94,7 +95,7 @@ def test_a_process_is_signalled_and_waited_for_as_any_child(tmp_path: Path) -> N
         assert one.stdout.readline() == b"begun\n"
         assert one.poll() is None
         os.killpg(one.pid, signal.SIGTERM)
-        assert one.wait(timeout=60) == -signal.SIGTERM
+        assert one.wait(timeout=HANG) == -signal.SIGTERM
 
 
 def test_ranks_of_a_launcher_are_its_children_and_have_torch(tmp_path: Path) -> None:
@@ -102,7 +103,7 @@ def test_ranks_of_a_launcher_are_its_children_and_have_torch(tmp_path: Path) -> 
     script.write_text("import sys, os\nprint('torch' in sys.modules, os.getppid() == int(sys.argv[1]) or os.getppid())")
     command = arguments("run", "-n", "2", script)
     with subprocess.Popen([*command, "0"], env=environment(), stdout=subprocess.PIPE, text=True) as launcher:
-        out, _ = launcher.communicate(timeout=120)
+        out, _ = launcher.communicate(timeout=HANG)
     assert out.splitlines() == [f"True {launcher.pid}"] * 2
 
 

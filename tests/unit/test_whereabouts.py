@@ -9,6 +9,7 @@ import time
 import weakref
 
 from shardwell.parallel.thread_location import main_thread_state, thread_location
+from tests.support.patience import HANG
 
 
 class Held:
@@ -71,7 +72,7 @@ print("looks", looks)
 
 
 def test_threads_that_start_meanwhile_do_no_harm() -> None:
-    run = subprocess.run([sys.executable, "-c", RACE], capture_output=True, text=True, timeout=120)
+    run = subprocess.run([sys.executable, "-c", RACE], capture_output=True, text=True, timeout=HANG)
     assert run.returncode == 0, run.stderr
     assert int(run.stdout.split()[1]) > 100
 
