@@ -37,6 +37,7 @@ PROGRAMS = {
     "at exit": "import atexit; atexit.register(print, 'bye'); print('said')",
     "last words": "class A:\n    def __del__(self): print('gone')\na = A()",
     "temporary": "import tempfile; print(tempfile.gettempdir())",
+    "warnings": "import sys, warnings; warnings.warn('so'); print(sys.warnoptions)",
     "threads of torch": "import torch; print(torch.get_num_threads(), torch.is_grad_enabled())",
 }
 
@@ -67,6 +68,16 @@ def test_a_script_and_a_module_are_run_as_python_runs_them(tmp_path: Path) -> No
     )
     for args in ([str(script), "one"], ["-m", "script", "one"]):
         assert run(*args, is_preloaded=True, cwd=tmp_path) == run(*args, is_preloaded=False, cwd=tmp_path)
+
+
+def test_filters_of_warnings_are_those_of_the_environment(tmp_path: Path) -> None:
+    """Benchmarks set them, and their ranks would import torch anew."""
+    look = "import sys, warnings; warnings.warn('so'); print(sys.warnoptions, 'torch' in sys.modules)"
+    for filters in ("ignore", "error::UserWarning,ignore"):
+        expected = run("-c", look, is_preloaded=False, cwd=tmp_path, PYTHONWARNINGS=filters)
+        code, out, words = run("-c", look, is_preloaded=True, cwd=tmp_path, PYTHONWARNINGS=filters)
+        assert (code, out.replace("True", "False"), words) == expected
+    assert "True" in run("-c", look, is_preloaded=True, cwd=tmp_path, PYTHONWARNINGS="ignore")[1]
 
 
 def test_torch_is_there_before_the_program_and_only_where_it_was_asked_for(tmp_path: Path) -> None:
