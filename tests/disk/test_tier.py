@@ -22,6 +22,7 @@ from shardwell.kernels.io import SECTOR
 from shardwell.memory import Device
 from shardwell.offload import disk
 from shardwell.offload.disk import DiskExtent, DiskTier, FileRegion, aligned
+from tests.support.command import environment
 from tests.support.disk_engines import BLOCK, EACH, Stuck, noise, settings
 from tests.support.internals import files_of
 from tests.support.patience import HANG
@@ -245,7 +246,8 @@ assert found.sum() == 5 << 20
 
 @EACH
 def test_a_fork_can_end_while_its_parent_goes_on(engine: str, tmp_path: Path) -> None:
-    subprocess.run([sys.executable, "-c", FORKED, os.fspath(tmp_path), engine], check=True, timeout=HANG)
+    command = [sys.executable, "-c", FORKED, os.fspath(tmp_path), engine]
+    subprocess.run(command, env=environment(), check=True, timeout=HANG)
 
 
 @EACH

@@ -28,6 +28,7 @@ from shardwell.offload.disk_file import file_system, free_bytes
 from shardwell.offload.param_swap import ReadBuffers, SwappedShard
 from shardwell.offload.staging import AlignedAllocator
 from shardwell.offload.swapped_tensors import SwappedTensors
+from tests.support.command import environment
 from tests.support.disk_engines import BLOCK, EACH, Stuck, noise, replace_file, settings
 from tests.support.internals import files_of
 from tests.support.patience import HANG, soon
@@ -41,7 +42,7 @@ def mounted(path: Path, options: str) -> Iterator[Path]:
     path.mkdir()
     call = ["mount", "-t", "tmpfs", "-o", options, "tmpfs", os.fspath(path)]
     try:
-        done = subprocess.run(call, capture_output=True, text=True)
+        done = subprocess.run(call, env=environment(), capture_output=True, text=True)
     except FileNotFoundError:
         pytest.skip("there is no mount command")
     if done.returncode:
