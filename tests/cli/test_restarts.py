@@ -114,7 +114,7 @@ def test_what_a_restart_cannot_cure_ends_the_job_at_once(tmp_path: Path, error: 
 
 def test_two_early_failures_in_a_row_mean_one_rank_less(tmp_path: Path) -> None:
     script = "if ranks == 3: killed() if rank == 2 else waits()"
-    result = run_of(tmp_path, script, "-n", "3", "--max-restarts", "5", "--min-ranks", "1")
+    result = run_of(tmp_path, script, "-n", "3", "--max-restarts", "5", "--min-ranks", "1", "--min-uptime", "600")
     assert sizes(tmp_path) == [3, 3, 2]
     assert result.returncode == 0
     assert result.stderr.splitlines() == [
@@ -124,7 +124,9 @@ def test_two_early_failures_in_a_row_mean_one_rank_less(tmp_path: Path) -> None:
 
 
 def test_there_are_never_fewer_ranks_than_allowed(tmp_path: Path) -> None:
-    result = run_of(tmp_path, "sys.exit(7)", "-n", "3", "--max-restarts", "5", "--min-ranks", "2")
+    result = run_of(
+        tmp_path, "sys.exit(7)", "-n", "3", "--max-restarts", "5", "--min-ranks", "2", "--min-uptime", "600"
+    )
     assert sizes(tmp_path) == [3, 3, 2, 2, 2, 2]
     assert result.returncode == 7
 

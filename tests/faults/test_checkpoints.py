@@ -114,12 +114,15 @@ def told_late(folder: str) -> tuple[int, str, str]:
         if dist.get_rank() == 0:
             patch.setattr(Saver, "_wait_for_readers", lambda *_: time.sleep(1.0))
         engine.save_checkpoint(folder, tag="first", asynchronous=True)
-        for _ in range(100):
+        has_heard, num_more = torch.zeros(1), 5
+        while not has_heard or (num_more := num_more - 1):
             try:
                 step(engine)
             except shardwell.CheckpointError:
                 heard += 1
             time.sleep(0.02)
+            has_heard.fill_(heard)
+            dist.all_reduce(has_heard, dist.ReduceOp.MIN)
         engine.save_checkpoint(folder, tag="second", asynchronous=True)
         if dist.get_rank() == 1:
             saver_of(engine)._thread.join()

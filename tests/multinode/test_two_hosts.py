@@ -86,7 +86,7 @@ def test_the_rate_is_kept_in_both_directions_and_can_be_changed(hosts: Hosts) ->
         hosts.limit(mbit)
         for source, to in ((0, 1), (1, 0)):
             rates: list[float] = []
-            while not rates or (max(rates) < 0.85 * mbit and len(rates) < 5):  # others may use the machine, too
+            while not rates or (max(rates) < 0.85 * mbit and len(rates) < 20):  # others may use the machine, too
                 rates.append(size * 8e-6 / send(hosts, source, to, size))
             assert 0.85 * mbit < max(rates) < 1.1 * mbit  # below for headers, above for the first burst
 

@@ -22,6 +22,7 @@ from tests.support.faults import fault_at
 from tests.support.internals import host_updates_of, units_of, updates_if_any
 from tests.support.models import batches, whole_parameters, zero
 from tests.support.offload_cases import AIO, HOST, check_equal, counted, engine_with, on_disk, quickly
+from tests.support.patience import soon
 from tests.support.ranks import Ranks
 
 
@@ -240,7 +241,7 @@ def crossed(folder: str) -> bool:
     unit.wait()
     with unit.trainable[0].swapped_in():
         guess = updates._reader.submit(lambda: updates.store.prefetch(unit))
-        time.sleep(0.1)
+        time.sleep(soon(0.1))  # until it waits
         with updates.store.swapped_in(unit, changes=False):
             pass
     with pytest.raises(shardwell.ShardwellError, match="in use"):
