@@ -24,6 +24,7 @@ CASES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_fp64_parameters_agree_to_1e_10(ranks: Ranks, stage: int, num_ranks: int) -> None:

@@ -59,6 +59,7 @@ def checkpointed(folder: str) -> list[dict[str, Tensor]]:
     return found
 
 
+@pytest.mark.slow
 def test_a_checkpoint_loads_at_any_size_of_the_axis(ranks: Ranks, tmp_path: Path) -> None:
     for case, values in zip(KINDS, ranks.run(4, checkpointed, str(tmp_path))[0], strict=True):
         assert_same(values, plainly(case))
@@ -129,6 +130,7 @@ def families() -> list[dict[str, Tensor]]:
     return [on_axis([QWEN], 3)[0], sequence_models.on_axis([BOTH], 3)[0]]
 
 
+@pytest.mark.slow
 def test_grouped_products_and_a_sequence_axis_follow_one_process(ranks: Ranks) -> None:
     grouped, both = ranks.run(4, families)[3]
     difference, name = distance(grouped, plainly(QWEN))

@@ -49,6 +49,7 @@ WITH_TENSOR = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", [1, 3])
 def test_tensor_and_sequence_axes_follow_one_process(ranks: Ranks, stage: int) -> None:
     for case, values in zip(WITH_TENSOR, ranks.run(4, on_axis, WITH_TENSOR, stage)[1], strict=True):

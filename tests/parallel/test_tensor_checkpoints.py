@@ -30,6 +30,7 @@ def leg(folders: list[str], stage: int, size: int, first: int, last: int, sequen
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stages", [(3, 1), (0, 2)])
 def test_a_chain_over_layouts_follows_one_that_stays(ranks: Ranks, tmp_path: Path, stages: tuple[int, int]) -> None:
     folders = ["", *(str(tmp_path / name) for name in "abcd")]

@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 import shardwell
@@ -40,6 +41,7 @@ def all_trained(folder: str) -> tuple[list[dict[str, Any]], list[tuple[dict[str,
     return [trained(leg, STEPS) for leg in EXACT], pairs
 
 
+@pytest.mark.slow
 def test_late_weight_gradients_and_offloaded_states_on_several_axes(ranks: Ranks, tmp_path: Path) -> None:
     expected = alone([Leg()], STEPS)
     answers = ranks.run(4, all_trained, str(tmp_path))
@@ -65,6 +67,7 @@ def halves(steps: int) -> list[dict[str, Any]]:
     return [trained(replace(one, zero=stage), steps) for one in layouts for stage in (1, 2, 3)]
 
 
+@pytest.mark.slow
 def test_bf16_gives_the_same_bits_at_stages_1_to_3_in_every_layout(ranks: Ranks) -> None:
     answers = ranks.run(4, halves, 2)
     for one in answers:
@@ -98,6 +101,7 @@ def held_after(steps: int) -> list[dict[str, Any]]:
     return found
 
 
+@pytest.mark.slow
 def test_replicated_and_tied_parameters_are_bit_equal_after_10_steps(ranks: Ranks) -> None:
     answers = ranks.run(4, held_after, 10)
     for at in range(2):

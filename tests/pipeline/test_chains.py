@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from safetensors.torch import save_file
 
@@ -41,6 +42,7 @@ def all_chains(folder: str) -> list[dict[str, Any]]:
     return found
 
 
+@pytest.mark.slow
 def test_six_chains_over_layouts_and_formats_follow_one_process(ranks: Ranks, tmp_path: Path) -> None:
     answers = ranks.run(4, all_chains, str(tmp_path))
     for number, chain in enumerate(CHAINS):

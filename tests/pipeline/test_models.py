@@ -92,6 +92,7 @@ def train_decoders() -> dict[str, list[float]]:
     return found
 
 
+@pytest.mark.slow
 def test_decoders_of_transformers_train_without_edits(ranks: Ranks) -> None:
     expected = {
         name: plain_losses(made(build), lambda model, batch: model(**batch, use_cache=False).loss, dictionaries, 1)

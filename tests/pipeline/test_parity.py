@@ -57,6 +57,7 @@ def check(ranks: list[list[dict[str, Any]]], kinds: list[str]) -> None:
         assert seen >= set(expected["parameters"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("schedule", CHUNKS)
 def test_every_stage_follows_plain_pytorch(ranks: Ranks, schedule: str) -> None:
     cases = [(kind, pipeline_config(stage, schedule)) for kind in ("chain", "tied") for stage in range(4)]

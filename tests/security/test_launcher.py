@@ -201,6 +201,7 @@ def _line(process: psutil.Process) -> str:
         return ""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("delay", [0.0, 0.02])
 def test_a_launcher_that_is_killed_leaves_no_rank_and_no_folder(tmp_path: Path, own_tmp: Path, delay: float) -> None:
     """Killed when its first rank has just been started, and later."""

@@ -26,6 +26,7 @@ CASES = {
 TEMPORARY = 1 << 20  # bytes: on CPUs a span of master weights is rounded in torch operations, on GPUs by one kernel
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", CASES)
 def test_the_planned_peak_is_that_of_living_tensors(ranks: Ranks, size: int) -> None:
     """The plan is one of GPUs. On several CPU ranks, recomputed blocks take up to one unit less."""

@@ -12,6 +12,7 @@ from tests.support.ranks import Ranks
 CASES = pairwise()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_a_simulated_rank_counts_what_a_real_one_counts(size: int, ranks: Ranks, tmp_path: Path) -> None:
     cases = [case for case in CASES if case.ranks == size]
