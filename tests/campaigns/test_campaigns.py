@@ -67,7 +67,7 @@ def test_several_runs_of_a_campaign_count_together() -> None:
     assert (found["slowest"], found["command"]) == ({"the end": 4.0}, "run 0; run 1")
 
 
-def test_campaigns_beside_each_other_count_as_one(tmp_path: Path) -> None:
+def test_campaigns_beside_each_other_count_as_one(tmp_path: Path, preloaded_processes: None) -> None:
     file = tmp_path / "found.json"
     assert main(["--count", "5", "--jobs", "2", "--json", str(file)]) == 1
     found = json.loads(file.read_text())

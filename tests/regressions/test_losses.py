@@ -14,7 +14,7 @@ import shardwell
 from tests.support.models import Gpt, batches, share, zero
 from tests.support.ranks import Ranks
 
-STEPS, ROWS, CLIP = 4, 12, 0.5
+STEPS, ROWS, CLIP = 10, 12, 0.5
 
 
 def make(dtype: torch.dtype) -> tuple[Gpt, torch.optim.Optimizer]:

@@ -155,6 +155,7 @@ def serve(file: str, port: str, stacks: str, num_replicas: str, program: str, ba
 
     from tests.support import event_loops, leaks
 
+    os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))  # a server of forks is SCHED_BATCH
     leaks.watch()
     event_loops.yield_to_others()
     if program:
