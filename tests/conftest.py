@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from tests.support import leaks, preloaded
-from tests.support.fast import fast_cases
+from tests.support.fast import fast_cases, long_files_first
 from tests.support.ranks import Ranks
 
 torch.set_num_threads(1)
@@ -65,6 +65,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         chosen = fast_cases(items)
         config.hook.pytest_deselected(items=[item for item in items if item not in set(chosen)])
         items[:] = chosen
+    items[:] = long_files_first(items)
     if torch.cuda.is_available():
         return
     skip = pytest.mark.skip(reason="needs a CUDA device")

@@ -31,6 +31,7 @@ from tests.campaigns.mutations import FOREIGN, OWN, Mutation, flip
 from tests.campaigns.result import Result, command_line
 from tests.support.internals import units_of
 from tests.support.models import Gpt, batches, share, zero
+from tests.support.patience import soon
 from tests.support.ranks import RankFailedError, Ranks
 
 TAG = "step"
@@ -239,7 +240,7 @@ class Campaign:
             for path in self._log.iterdir():
                 path.unlink()
             try:
-                answers = self.ranks.run(num_ranks, function, *arguments, limit=60.0 + LIMIT * len(rest))
+                answers = self.ranks.run(num_ranks, function, *arguments, limit=soon(60.0 + LIMIT * len(rest)))
             except RankFailedError as error:
                 reached = [int(path.read_text()) for path in self._log.iterdir()]
                 guilty = rest[min(reached, default=0)]

@@ -31,10 +31,11 @@ from shardwell.errors import CheckpointError
 from tests.campaigns.result import Result, command_line
 from tests.support import preloaded
 from tests.support.command import ROOT, arguments, environment
+from tests.support.patience import HANG
 
 SCRIPT = ROOT / "tests" / "campaigns" / "kills_script.py"
 SAMPLES = 101  # of the script's data set
-LIMIT = 120.0  # seconds for anything to happen
+LIMIT = HANG
 SURVIVAL = 15.0  # seconds after which no rank may be left of a job that has lost one
 MOMENTS = {"start": 2, "training": 3, "save": 5}  # how often each is chosen
 WORDS = {"start": "while it started", "training": "in training", "save": "while it saved"}

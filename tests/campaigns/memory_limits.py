@@ -22,6 +22,7 @@ from pathlib import Path
 
 from tests.campaigns.result import Result, command_line
 from tests.support.command import environment
+from tests.support.patience import soon
 
 MIB = 1 << 20
 BASE = 64 * MIB  # for code that is loaded later, and threads
@@ -108,7 +109,9 @@ def outcome_of(draw: random.Random) -> tuple[str, str]:
         case = [group, str(room), str(width), str(layers), stage, tier, drive]
         command = [sys.executable, "-c", PROGRAM, *case]
         try:
-            done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT, env=environment(fresh=True))
+            done = subprocess.run(
+                command, capture_output=True, text=True, timeout=soon(LIMIT), env=environment(fresh=True)
+            )
         except subprocess.TimeoutExpired:
             return "hang", words
     if done.returncode < 0:

@@ -35,7 +35,7 @@ def campaign(count: int, seed: int, seconds: float) -> Result:
 def _run(cases: list[PlanCase], size: int, ranks: Ranks, result: Result) -> None:
     with tempfile.TemporaryDirectory() as folder:
         try:
-            found = ranks.run(size, on_rank, cases, folder, limit=300)
+            found = ranks.run(size, on_rank, cases, folder)
         except RankFailedError as error:
             for case in cases:
                 result.count("failed", f"{case}, or one beside it: {error}")

@@ -26,6 +26,7 @@ from torch import nn
 import shardwell
 from shardwell.engine import consistency
 from tests.campaigns.result import Result, command_line
+from tests.support.patience import soon
 
 LIMIT = 60.0  # seconds for one case
 
@@ -154,7 +155,7 @@ def play(rng: random.Random) -> dict[str, Any]:
 
 def _await(children: list[int]) -> bool:
     """Until all have ended; those that do not within the limit are ended."""
-    end = time.monotonic() + LIMIT
+    end = time.monotonic() + soon(LIMIT)
     left = set(children)
     while left and time.monotonic() < end:
         left -= {child for child in left if os.waitpid(child, os.WNOHANG)[0]}

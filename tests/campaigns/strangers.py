@@ -22,9 +22,9 @@ from benchmarks.launch import stop
 from tests.campaigns.network import STRANGER, Network, why_no_network
 from tests.campaigns.result import Result, command_line
 from tests.support.command import ROOT, arguments, environment
+from tests.support.patience import HANG
 
 ATTACK = 15.0  # seconds that a job under attack takes at least
-LIMIT = 240.0  # seconds for a job that takes ten on an idle machine
 SCRIPT = """
 import hashlib, os, sys, time
 from pathlib import Path
@@ -75,8 +75,8 @@ def run_job(network: Network, folder: Path, nodes: str, attack: tuple[int, float
         nodes_of = [network.inside(host, command) for host in (0, 1)]
         started += [subprocess.Popen(node, env=env, stderr=subprocess.PIPE, text=True) for node in nodes_of]
         launchers = started[-2:]
-        said = [launcher.communicate(timeout=LIMIT)[1] for launcher in launchers]
-        found = json.loads(started[0].communicate(timeout=LIMIT)[0]) if attack is not None else {}
+        said = [launcher.communicate(timeout=HANG)[1] for launcher in launchers]
+        found = json.loads(started[0].communicate(timeout=HANG)[0]) if attack is not None else {}
     except subprocess.TimeoutExpired:
         return "did not end", {}
     finally:

@@ -14,6 +14,7 @@ import pytest
 from tests.campaigns import page
 from tests.campaigns.result import Result, command_line
 from tests.support.command import environment
+from tests.support.patience import HANG
 
 pytestmark = pytest.mark.slow
 
@@ -21,8 +22,8 @@ pytestmark = pytest.mark.slow
 def run(name: str, folder: Path, count: int) -> dict[str, Any]:
     file = folder / "found.json"
     command = [sys.executable, "-m", f"tests.campaigns.{name}", "--count", str(count), "--seed", "20"]
-    command += ["--minutes", "1", "--json", str(file)]
-    subprocess.run(command, env=environment(root=True), capture_output=True, timeout=180, check=False)
+    command += ["--minutes", "9", "--json", str(file)]
+    subprocess.run(command, env=environment(root=True), capture_output=True, timeout=HANG, check=False)
     found: dict[str, Any] = json.loads(file.read_text())
     return found
 
@@ -66,7 +67,7 @@ def test_several_runs_of_a_campaign_count_together() -> None:
     assert (found["slowest"], found["command"]) == ({"the end": 4.0}, "run 0; run 1")
 
 
-def test_campaigns_beside_each_other_count_as_one(tmp_path: Path) -> None:
+def test_campaigns_beside_each_other_count_as_one(tmp_path: Path, preloaded_processes: None) -> None:
     file = tmp_path / "found.json"
     assert main(["--count", "5", "--jobs", "2", "--json", str(file)]) == 1
     found = json.loads(file.read_text())

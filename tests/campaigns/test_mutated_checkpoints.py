@@ -11,13 +11,14 @@ import torch
 from tests.campaigns.checkpoints import Campaign
 from tests.campaigns.mutations import OWN
 from tests.support.checkpoint_samples import save_own
+from tests.support.patience import HANG
 from tests.support.ranks import Ranks
 
 pytestmark = pytest.mark.slow
 
 
 def test_changed_checkpoints_are_refused_or_loaded_as_they_were(ranks: Ranks, tmp_path: Path) -> None:
-    result = Campaign(tmp_path, 1, ranks).run(48, 60.0)
+    result = Campaign(tmp_path, 1, ranks).run(48, HANG)
     assert result.bad == []
     assert result.outcomes["refused"] > result.tried / 2
     assert result.figures["at another layout"] > 0

@@ -15,6 +15,7 @@ from collections.abc import Callable, Collection, Mapping
 from types import FrameType
 
 from tests.campaigns.result import Result
+from tests.support.patience import soon
 
 LIMIT = 30  # seconds for one case, inside the worker
 
@@ -32,7 +33,7 @@ def work(outcome_of: Callable[[int, int], str], seed: int, first: int, end: int)
     signal.signal(signal.SIGALRM, _ring)
     for number in range(first, end):
         print(json.dumps({"begin": number}), flush=True)
-        signal.alarm(LIMIT)
+        signal.alarm(int(soon(LIMIT)))
         try:
             outcome = outcome_of(seed, number)
         except _Hang:

@@ -25,6 +25,7 @@ from tests.support.command import environment
 from tests.support.command import shardwell as command
 from tests.support.deepspeed_checkpoints import CASES, FOLDER, truth
 from tests.support.odd_model import CLIENT, Odd, save, trained
+from tests.support.patience import HANG
 
 pytestmark = pytest.mark.usefixtures("no_deepspeed")
 
@@ -204,11 +205,11 @@ def test_the_script_beside_checkpoints_and_the_command_do_the_same(tmp_path: Pat
     z.write_scripts(tmp_path)
     arguments = [".", "out", "--exclude_frozen_parameters", "-t", "global_step3"]
     other = [sys.executable, "zero_to_torch.py", ".", "half", "--dtype", "fp16", "-t", "global_step3"]
-    subprocess.run(other, cwd=tmp_path, env=environment(), check=True, timeout=120)
+    subprocess.run(other, cwd=tmp_path, env=environment(), check=True, timeout=HANG)
     half = torch.load(tmp_path / "half" / "pytorch_model.bin", weights_only=True)
     assert {tensor.dtype for name, tensor in half.items() if expected[name].is_floating_point()} == {torch.float16}
     script = [sys.executable, "zero_to_fp32.py", *arguments]
-    out = subprocess.run(script, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=120)
+    out = subprocess.run(script, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=HANG)
     assert (out.returncode, out.stderr) == (0, "")
     assert out.stdout.strip() == f"written: {Path('out') / 'pytorch_model.bin'}"
     del expected["shift"]

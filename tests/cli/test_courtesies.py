@@ -25,6 +25,7 @@ from shardwell.cli.train_command import _way_on
 from shardwell.errors import ShardwellError
 from shardwell.train.recipe import Recipe
 from tests.support.command import ROOT, environment
+from tests.support.patience import HANG
 
 
 def commands(group: Any, path: tuple[str, ...] = ()) -> dict[tuple[str, ...], Any]:
@@ -115,7 +116,7 @@ def test_ranks_compute_after_the_notebook_has_used_threads() -> None:
         "print(shardwell.notebook_launcher(multiplied, num_ranks=2))"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code], env=environment(), cwd=ROOT, capture_output=True, text=True, timeout=100
+        [sys.executable, "-c", code], env=environment(), cwd=ROOT, capture_output=True, text=True, timeout=HANG
     )
     assert done.stdout.strip() == "[1.0, 1.0]", done.stderr
 

@@ -14,6 +14,7 @@ from shardwell.cli.agent import visible_gpus
 from shardwell.cli.run_command import parse_nodes
 from shardwell.errors import ShardwellError
 from tests.support.command import arguments, environment, shardwell
+from tests.support.patience import HANG
 
 pytestmark = pytest.mark.slow
 
@@ -113,7 +114,7 @@ def test_what_a_restart_cannot_cure_ends_the_job_at_once(tmp_path: Path, error: 
 
 def test_two_early_failures_in_a_row_mean_one_rank_less(tmp_path: Path) -> None:
     script = "if ranks == 3: killed() if rank == 2 else waits()"
-    result = run_of(tmp_path, script, "-n", "3", "--max-restarts", "5", "--min-ranks", "1")
+    result = run_of(tmp_path, script, "-n", "3", "--max-restarts", "5", "--min-ranks", "1", "--min-uptime", "600")
     assert sizes(tmp_path) == [3, 3, 2]
     assert result.returncode == 0
     assert result.stderr.splitlines() == [
@@ -123,7 +124,9 @@ def test_two_early_failures_in_a_row_mean_one_rank_less(tmp_path: Path) -> None:
 
 
 def test_there_are_never_fewer_ranks_than_allowed(tmp_path: Path) -> None:
-    result = run_of(tmp_path, "sys.exit(7)", "-n", "3", "--max-restarts", "5", "--min-ranks", "2")
+    result = run_of(
+        tmp_path, "sys.exit(7)", "-n", "3", "--max-restarts", "5", "--min-ranks", "2", "--min-uptime", "600"
+    )
     assert sizes(tmp_path) == [3, 3, 2, 2, 2, 2]
     assert result.returncode == 7
 
@@ -140,7 +143,7 @@ def test_an_interrupt_is_no_reason_to_start_again(tmp_path: Path) -> None:
     try:
         until(lambda: (tmp_path / "starts").exists() and len(starts(tmp_path)) == 2)
         launcher.send_signal(signal.SIGINT)
-        assert launcher.wait(timeout=60) == 130
+        assert launcher.wait(timeout=HANG) == 130
         assert len(starts(tmp_path)) == 2
     finally:
         launcher.kill()
@@ -154,7 +157,7 @@ def launched(folder: Path, *options: str) -> subprocess.Popen[bytes]:
     return subprocess.Popen(command, env={**environment(), "SHARDWELL_SECRET": SECRET}, stderr=subprocess.PIPE)
 
 
-def until(holds: Callable[[], bool], limit: float = 90) -> None:
+def until(holds: Callable[[], bool], limit: float = HANG) -> None:
     deadline = time.monotonic() + limit
     while not holds():
         assert time.monotonic() < deadline, "nothing happened within the limit"
@@ -202,7 +205,7 @@ def test_survivors_go_on_without_a_lost_node_and_take_it_back(
     back = nodes()
     until((tmp_path / "ranks-2").exists)
     (tmp_path / "end").touch()
-    assert (survivor.wait(timeout=60), back.wait(timeout=60)) == (0, 0)
+    assert (survivor.wait(timeout=HANG), back.wait(timeout=HANG)) == (0, 0)
     assert survivor.stderr is not None
     *_, first, second = survivor.stderr.read().decode().splitlines()
     assert first.startswith("rank ")
@@ -218,7 +221,7 @@ def test_the_others_end_when_the_node_is_lost_where_they_meet(
     other = nodes()
     until((tmp_path / "ranks-2").exists)
     lost.kill()
-    assert other.wait(timeout=60) == 2
+    assert other.wait(timeout=HANG) == 2
     assert other.stderr is not None
     last = other.stderr.read().decode().splitlines()[-1]
     assert last.startswith("error: localhost:")
@@ -250,7 +253,7 @@ def test_a_fixed_number_of_nodes_starts_again_together_when_a_rank_of_one_is_kil
     options = ("-n", "1", "--nnodes", "2", "--max-restarts", "1", "--master-addr", "127.0.0.1", "--master-port", port)
     launchers = [launched(tmp_path, *options) for _ in range(2)]
     try:
-        assert [launcher.wait(timeout=120) for launcher in launchers] == [0, 0]
+        assert [launcher.wait(timeout=HANG) for launcher in launchers] == [0, 0]
         assert [(tmp_path / f"sum-{rank}").read_text() for rank in (0, 1)] == ["3", "3"]
     finally:
         for launcher in launchers:
@@ -265,7 +268,7 @@ def test_a_node_that_fails_for_good_ends_the_other_whose_ranks_wait(tmp_path: Pa
     options = ("-n", "1", "--nnodes", "2", "--master-addr", "127.0.0.1", "--master-port", port)
     launchers = [launched(tmp_path, *options) for _ in range(2)]
     try:
-        said = [launcher.communicate(timeout=120)[1].decode() for launcher in launchers]
+        said = [launcher.communicate(timeout=HANG)[1].decode() for launcher in launchers]
         assert sorted(launcher.returncode for launcher in launchers) == [1, 2]
         assert sum("error: rank 1 failed first: ValueError: spoilt" in words for words in said) == 1
         assert sum("has ended; see the other nodes for the reason" in words for words in said) == 1

@@ -11,7 +11,7 @@ import pytest
 from tests.support.as_deepspeed import results, run_python, run_ranks
 
 pytest.importorskip("accelerate")
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
 SCRIPT = """
 import json, os, sys
@@ -101,7 +101,7 @@ CASES: list[list[Any]] = [
 def test_all_stages_accumulation_clipping_and_offloading_give_the_numbers_of_ddp(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
-    found = results(run_ranks(script, json.dumps(CASES), str(tmp_path), limit=700))
+    found = results(run_ranks(script, json.dumps(CASES), str(tmp_path)))
     assert len(found) == len(CASES)
     for case, (worst, apart, again, saved) in zip(CASES, found, strict=True):
         assert saved == 6, case
@@ -129,5 +129,5 @@ def test_accelerate_launch_with_a_deepspeed_configuration(tmp_path: Path) -> Non
     (tmp_path / "script.py").write_text(LAUNCHED)
     options = ["--use_deepspeed", "--zero_stage", "2", "--num_processes", "2", "--num_machines", "1"]
     command = ["-m", "shardwell.compat.deepspeed", "-m", "accelerate.commands.launch", *options, "script.py"]
-    done = run_python(*command, cwd=tmp_path, limit=400)
+    done = run_python(*command, cwd=tmp_path)
     assert results(done.stdout) == [[2, 2, 2]], done.stdout + done.stderr

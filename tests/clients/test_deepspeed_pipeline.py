@@ -10,7 +10,7 @@ from torch import nn
 
 from tests.support.as_deepspeed import MARK, results, run_ranks
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.slow
 
 SCRIPT = f"""
 import json

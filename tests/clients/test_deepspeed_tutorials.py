@@ -8,7 +8,7 @@ import pytest
 
 from tests.support.as_deepspeed import MARK, results, run_ranks
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.slow
 
 SCRIPT = f"""
 import copy, json, os, sys

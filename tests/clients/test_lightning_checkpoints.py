@@ -38,6 +38,7 @@ def assert_same(mine: Any, theirs: Any) -> None:
             np.testing.assert_allclose(one["weights"][name], value, rtol=5e-6, atol=5e-6, err_msg=name)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])
 def test_a_fit_goes_on_at_another_number_of_ranks_as_on_ddp(
     ranks: Ranks, saved: dict[str, str], num_ranks: int

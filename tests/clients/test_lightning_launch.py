@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.command import environment
+from tests.support.patience import HANG
 
 SCRIPT = """
 import sys, warnings
@@ -57,7 +58,7 @@ def ends_at(folder: Path, package: str, strategy: str, *launcher: str) -> tuple[
     script.write_text(SCRIPT)
     command = [sys.executable, *launcher, str(script), package, strategy]
     variables = {**environment(), "OMP_NUM_THREADS": "1", "SHARDWELL_NVME_PATH": str(folder)}
-    done = subprocess.run(command, env=variables, cwd=folder, capture_output=True, text=True, timeout=280)
+    done = subprocess.run(command, env=variables, cwd=folder, capture_output=True, text=True, timeout=HANG)
     assert done.returncode == 0, done.stderr[-3000:]
     found = re.search(r"ends at (\S+) with (\d) ranks", done.stdout)
     assert found is not None, done.stdout + done.stderr
@@ -65,7 +66,7 @@ def ends_at(folder: Path, package: str, strategy: str, *launcher: str) -> tuple[
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1800)
 def test_ranks_of_either_launcher_train_as_ddp(tmp_path: Path) -> None:
     expected = pytest.approx(ends_at(tmp_path, "lightning", "ddp")[0], rel=1e-5)
     torchrun = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-addr", "127.0.0.1")

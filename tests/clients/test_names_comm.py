@@ -14,6 +14,7 @@ from shardwell.compat.deepspeed_api import comm, groups
 from shardwell.compat.deepspeed_api.runtime_names import CheckOverflow, clip_grad_norm_
 from shardwell.errors import ShardwellError
 from tests.support.command import environment
+from tests.support.patience import HANG
 from tests.support.ranks import Ranks
 
 
@@ -137,7 +138,7 @@ print("done")
 
 def test_a_process_alone_gets_a_group_of_one_and_a_rank_of_mpi_never_does() -> None:
     clean = {key: value for key, value in environment().items() if key not in ("RANK", "WORLD_SIZE", "MASTER_ADDR")}
-    done = subprocess.run([sys.executable, "-c", ALONE], env=clean, capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", ALONE], env=clean, capture_output=True, text=True, timeout=HANG)
     assert done.stdout.split() == ["done"], done.stderr
 
 

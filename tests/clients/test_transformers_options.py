@@ -11,7 +11,7 @@ from tests.support.trainer_scripts import run_trainer
 
 pytest.importorskip("transformers")
 pytest.importorskip("peft")
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
 BODY = """
 from peft import LoraConfig, PromptTuningConfig, get_peft_model

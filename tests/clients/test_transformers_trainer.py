@@ -11,7 +11,7 @@ import pytest
 from tests.support.trainer_scripts import run_trainer
 
 pytest.importorskip("transformers")
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
 BODY = """
 def in_ddp():

@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from shardwell.kernels.io import SECTOR
 from shardwell.offload.disk import DiskTier
 from shardwell.offload.disk_file import DiskFile
+from tests.support.command import environment
 from tests.support.disk_engines import BLOCK, noise, settings
 from tests.support.internals import files_of
 
@@ -67,12 +68,13 @@ from shardwell.offload.disk import AioSettings, DiskTier, aligned
 tier = DiskTier([sys.argv[1]], AioSettings(engine="python"))
 tier.write(tier.allocate(1 << 20), 0, aligned(1 << 20)).wait()
 print("ready", flush=True)
-time.sleep(60)
+time.sleep(600)
 """
 
 
 def test_a_killed_process_leaves_nothing(tmp_path: Path) -> None:
-    process = subprocess.Popen([sys.executable, "-c", KILLED, os.fspath(tmp_path)], stdout=subprocess.PIPE, text=True)
+    command = [sys.executable, "-c", KILLED, os.fspath(tmp_path)]
+    process = subprocess.Popen(command, env=environment(), stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     assert process.stdout.readline() == "ready\n"
     process.send_signal(signal.SIGKILL)

@@ -22,8 +22,10 @@ from shardwell.kernels.io import SECTOR
 from shardwell.memory import Device
 from shardwell.offload import disk
 from shardwell.offload.disk import DiskExtent, DiskTier, FileRegion, aligned
+from tests.support.command import environment
 from tests.support.disk_engines import BLOCK, EACH, Stuck, noise, settings
 from tests.support.internals import files_of
+from tests.support.patience import HANG
 
 SIZES = [0, 1, 511, SECTOR - 1, SECTOR, SECTOR + 1, BLOCK, BLOCK + 1, 7 * BLOCK, 9 * BLOCK + 5 * SECTOR + 17]
 
@@ -244,7 +246,8 @@ assert found.sum() == 5 << 20
 
 @EACH
 def test_a_fork_can_end_while_its_parent_goes_on(engine: str, tmp_path: Path) -> None:
-    subprocess.run([sys.executable, "-c", FORKED, os.fspath(tmp_path), engine], check=True, timeout=60)
+    command = [sys.executable, "-c", FORKED, os.fspath(tmp_path), engine]
+    subprocess.run(command, env=environment(), check=True, timeout=HANG)
 
 
 @EACH

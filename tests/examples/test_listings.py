@@ -81,7 +81,7 @@ def play(ranks: Ranks, scene: Scene, folder: Path) -> None:
         found = listing(piece.name)
         text = new_side(found.text) if found.language == "diff" else found.text
         pieces.append((piece.name, changed(text, piece.changes)))
-    ranks.run(scene.num_ranks, executed, [*pieces, ("checks", scene.checks)], str(folder), limit=240)
+    ranks.run(scene.num_ranks, executed, [*pieces, ("checks", scene.checks)], str(folder))
 
 
 @pytest.fixture(scope="module")
@@ -220,12 +220,12 @@ def test_pages_run_from_top_to_bottom(
         num_ranks = min(2, place.local_world_size)
         if command[:2] == ["-m", "shardwell.train.rank"]:
             recipe = {**json.loads(command[2]), **page.overrides}
-            ranks.run(num_ranks, trained, str(tmp_path), recipe, limit=240)
+            ranks.run(num_ranks, trained, str(tmp_path), recipe)
         else:
             script(num_ranks, command[0], Path(command[0]).read_text())
 
     def script(num_ranks: int, name: str, text: str) -> None:
-        printed.append(ranks.run(num_ranks, executed, [(name, text)], str(tmp_path), limit=240)[0]["printed"])
+        printed.append(ranks.run(num_ranks, executed, [(name, text)], str(tmp_path))[0]["printed"])
 
     printed: list[str] = []
     for module in ("train_command", "run_command"):

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from tests.support.command import ROOT, environment
+from tests.support.patience import HANG
 
 nbformat = pytest.importorskip("nbformat")
 nbclient = pytest.importorskip("nbclient")
@@ -34,7 +35,7 @@ def test_the_notebook_runs_with_each_later_cell_run_twice(monkeypatch: pytest.Mo
     for number, cell in enumerate(again):
         cell["id"] = f"again-{number}"
     notebook.cells = [*cells[:2], *again]
-    nbclient.NotebookClient(notebook, timeout=240, kernel_name="python3").execute()
+    nbclient.NotebookClient(notebook, timeout=HANG, kernel_name="python3").execute()
     assert "step 40  loss" in outputs(notebook.cells[1])
     assert "<svg" in outputs(notebook.cells[4])
     assert "<svg" in outputs(notebook.cells[5])

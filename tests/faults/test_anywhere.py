@@ -14,6 +14,7 @@ import torch.distributed as dist
 import shardwell
 from tests.support.faults import fault_at
 from tests.support.models import Gpt, batches, share, zero
+from tests.support.patience import soon
 from tests.support.ranks import Ranks
 
 SOON = 6.0  # seconds
@@ -95,4 +96,4 @@ def test_a_rank_that_fails_anywhere_takes_the_others_with_it(ranks: Ranks, tmp_p
                 assert error in ("PeerError", "CheckpointError"), (WHERE[number], found)
                 assert f"rank {culprit} failed first: Fault in" in words
                 assert f": {token}" in words
-                assert seconds < SOON + LINGER
+                assert seconds < soon(SOON + LINGER)

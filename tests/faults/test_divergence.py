@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import shardwell
 from tests.support.models import Gpt, batches, share, zero
+from tests.support.patience import soon
 from tests.support.ranks import Ranks
 
 LIMIT = 5.0  # seconds; where ranks are to diverge, less is enough
@@ -61,10 +62,10 @@ SAME = [[0, 1, 2, 3], [0, 1, 2, 3]]
 @pytest.mark.parametrize("warm_up", [0, 2], ids=["in the first step", "in a later step"])
 def test_ranks_that_run_different_units_of_equal_size_get_an_error_that_names_them(ranks: Ranks, warm_up: int) -> None:
     orders = [SAME] * warm_up + [[[0, 1, 2, 3], [0, 2, 1, 3]]]
-    answers = ranks.run(2, run_orders, 3, orders, SHORT, limit=40)
+    answers = ranks.run(2, run_orders, 3, orders, SHORT)
     assert [answer["error"] for answer in answers] == ["DivergenceError", "DivergenceError"]
     for answer in answers:
-        assert answer["seconds"] < SHORT + 4
+        assert answer["seconds"] < soon(SHORT + 4)
         assert "blocks.1" in answer["text"] or "blocks.2" in answer["text"]
         assert "rank 0" in answer["text"] or "rank 1" in answer["text"]
         assert len(answer["losses"]) == warm_up
@@ -72,7 +73,7 @@ def test_ranks_that_run_different_units_of_equal_size_get_an_error_that_names_th
 
 @pytest.mark.parametrize("stage", [1, 2])
 def test_ranks_that_reduce_different_units_get_an_error_at_stages_1_and_2(ranks: Ranks, stage: int) -> None:
-    answers = ranks.run(2, run_orders, stage, [SAME, [[0, 1, 2], [0, 1, 3]]], SHORT, limit=40)
+    answers = ranks.run(2, run_orders, stage, [SAME, [[0, 1, 2], [0, 1, 3]]], SHORT)
     assert {answer["error"] for answer in answers} <= {"DivergenceError", "PeerError"}
     assert "DivergenceError" in {answer["error"] for answer in answers}
 
@@ -111,12 +112,12 @@ def raise_in_forward(stage: int, where: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_a_rank_that_raises_in_forward_takes_the_others_with_it(ranks: Ranks, stage: int) -> None:
-    other, culprit = ranks.run(2, raise_in_forward, stage, "forward", limit=40)
+    other, culprit = ranks.run(2, raise_in_forward, stage, "forward")
     assert culprit["error"] == "ValueError"
     assert other["error"] == "PeerError"
     assert "rank 1" in other["text"]
     assert "a bad batch on this rank" in other["text"]
-    assert other["seconds"] < LIMIT + 4
+    assert other["seconds"] < soon(LIMIT + 4)
 
 
 def catch_and_go_on(stage: int) -> list[str]:
@@ -136,7 +137,7 @@ def catch_and_go_on(stage: int) -> list[str]:
 
 @pytest.mark.parametrize("stage", [0, 3])
 def test_a_rank_that_catches_its_error_and_goes_on_hears_what_to_do_as_all_do(ranks: Ranks, stage: int) -> None:
-    other, culprit = ranks.run(2, catch_and_go_on, stage, limit=40)
+    other, culprit = ranks.run(2, catch_and_go_on, stage)
     assert culprit[0].startswith("IndexError")
     assert "IndexError in forward" in culprit[1]
     assert "on this rank, 1" in culprit[1]
@@ -152,5 +153,5 @@ def use_after_failure() -> str:
 
 
 def test_the_pool_of_ranks_survives_a_failed_engine(ranks: Ranks) -> None:
-    assert ranks.run(2, use_after_failure, limit=40) == ["PeerError", "ValueError"]
+    assert ranks.run(2, use_after_failure) == ["PeerError", "ValueError"]
     assert ranks.run(2, run_orders, 3, [SAME])[0]["error"] == ""

@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,7 @@ from tests.support.command import environment
 from tests.support.internals import collectives_of
 from tests.support.links import SOON, routes, waited
 from tests.support.models import Gpt, batches, share, zero
+from tests.support.patience import HANG, soon
 from tests.support.ranks import Ranks
 
 
@@ -44,7 +45,7 @@ def cut_in_turn() -> list[str]:
         begin = time.monotonic()
         with pytest.raises(RuntimeError):
             message.wait()
-        return ["woken"] if time.monotonic() - begin < SOON else []
+        return ["woken"] if time.monotonic() - begin < soon(SOON) else []
     store.wait(["rank 3 waits"])
     if rank == 1:
         comm.abort_links()
@@ -58,7 +59,7 @@ def cut_in_turn() -> list[str]:
 
 
 def test_links_are_cut_though_those_of_the_next_rank_are_broken(ranks: Ranks) -> None:
-    assert ranks.run(4, cut_in_turn, limit=40)[3] == ["woken"]
+    assert ranks.run(4, cut_in_turn)[3] == ["woken"]
 
 
 def fail_under_way(num_bytes: int) -> dict[str, Any]:
@@ -76,10 +77,10 @@ def fail_under_way(num_bytes: int) -> dict[str, Any]:
 
 def test_a_message_that_is_on_its_way_when_a_rank_fails_is_not_waited_for(ranks: Ranks) -> None:
     """Gloo tells nobody that such a message is lost."""
-    found = ranks.run(2, fail_under_way, 1 << 28, limit=60)[0]
+    found = ranks.run(2, fail_under_way, 1 << 28)[0]
     assert found["error"] == "PeerError"
     assert found["text"].startswith("rank 1 failed first: no more. All ranks stop where one fails")
-    assert found["seconds"] < SOON
+    assert found["seconds"] < soon(SOON)
 
 
 def _nothing() -> None:
@@ -109,10 +110,11 @@ def test_who_gives_up_leaves_a_thread_behind_that_serves_others_no_more() -> Non
 
 
 @contextlib.contextmanager
-def alarm_after(seconds: float) -> Iterator[None]:
+def alarm_after(seconds: float, rings: Callable[[], object]) -> Iterator[None]:
     """A signal whose handler raises a TimeoutError, as that of Ctrl-C raises a KeyboardInterrupt."""
 
     def alarm(*_: Any) -> None:
+        rings()
         raise TimeoutError
 
     before = signal.signal(signal.SIGALRM, alarm)
@@ -124,45 +126,45 @@ def alarm_after(seconds: float) -> Iterator[None]:
         signal.signal(signal.SIGALRM, before)
 
 
-@pytest.mark.parametrize("ends_after", [0.3, None])
-def test_waiting_for_the_others_can_be_interrupted(monkeypatch: pytest.MonkeyPatch, ends_after: float | None) -> None:
+@pytest.mark.parametrize("ends", [True, False])
+def test_waiting_for_the_others_can_be_interrupted(monkeypatch: pytest.MonkeyPatch, ends: bool) -> None:
     """Where a wait of gloo's own would go on until a message comes. What comes soon is waited for, though."""
     stuck, done, abandoned = Stuck(), Stuck(), list[BaseException]()
     done.over.set()
-    monkeypatch.setattr(transport, "_GRACE", 0.5 if ends_after is None else 30.0)
-    if ends_after is not None:
-        threading.Timer(ends_after, stuck.over.set).start()
-    with alarm_after(0.1), pytest.raises(TimeoutError) as caught:
+    monkeypatch.setattr(transport, "_GRACE", HANG if ends else 0.5)
+    comes_soon = threading.Timer(0.2, stuck.over.set)
+    with alarm_after(1.0, comes_soon.start if ends else _nothing), pytest.raises(TimeoutError) as caught:
         wait_all([stuck], lambda: _nothing, abandoned.append)
-    assert abandoned == ([caught.value] if ends_after is None else [])
+    assert abandoned == ([] if ends else [caught.value])
     wait_all([done], lambda: _nothing, pytest.fail)
     stuck.over.set()
 
 
-def interrupted(late: float, grace: float) -> dict[str, Any]:
+def interrupted(sends: str, grace: float) -> dict[str, Any]:
     """A signal on rank 0, that waits for rank 1; what its memory was is used for something else then."""
-    comm = routes()
+    comm, store = routes(), dist.distributed_c10d._get_default_store()
     waited(comm, torch.zeros(2))
     if comm.rank_group.rank == 1:
-        time.sleep(late)
+        store.wait([sends], timedelta(seconds=HANG))
         return waited(comm, torch.full((1 << 20,), 5.0)) | waited(comm, torch.full((1 << 20,), 5.0))
     flat = torch.zeros(1 << 20)
-    with pytest.MonkeyPatch.context() as patch, alarm_after(0.2):
+    gathering = comm.all_gather(flat, "GATHER all")
+    with pytest.MonkeyPatch.context() as patch, alarm_after(1.0, lambda: store.set("the alarm rings", "")):
         patch.setattr(transport, "_GRACE", grace)
-        gathering = comm.all_gather(flat, "GATHER all")
         with pytest.raises(TimeoutError):
             gathering.wait()
     had_come = bool((flat[1 << 19 :] == 5.0).all())
     flat.fill_(7.0)
-    time.sleep(late + 0.5)
+    store.set("rank 0 has given up", "")
+    time.sleep(1.0)
     assert (flat == 7.0).all()
     return {"had come": had_come, **waited(comm, torch.zeros(1 << 20))}
 
 
 def test_an_interrupted_wait_leaves_nobody_behind_who_writes_to_its_memory(ranks: Ranks) -> None:
-    one, other = ranks.run(2, interrupted, 1.0, 10.0, limit=40)
+    one, other = ranks.run(2, interrupted, "the alarm rings", HANG)
     assert (one["had come"], one["error"], other["error"]) == (True, "", "")
-    one, other = ranks.run(2, interrupted, 1.5, 0.3, limit=40)
+    one, other = ranks.run(2, interrupted, "rank 0 has given up", 0.3)
     assert (one["had come"], one["error"], other["error"]) == (False, "ShardwellError", "PeerError")
     assert other["text"].startswith("rank 0 failed first: TimeoutError while rank 0 waited for others. All ranks stop")
 
@@ -177,7 +179,7 @@ def patient(seconds: float) -> list[str]:
 
 
 def test_a_rank_that_is_late_is_waited_for(ranks: Ranks) -> None:
-    assert ranks.run(3, patient, 5.0, limit=40) == [[""] * 50] * 3
+    assert ranks.run(3, patient, 5.0) == [[""] * 50] * 3
 
 
 KILLED = """
@@ -185,6 +187,7 @@ import os, signal, sys, time
 import torch
 import torch.distributed as dist
 from tests.support.links import routes, waited
+from tests.support.patience import soon
 dist.init_process_group("gloo", init_method=sys.argv[1], rank=int(sys.argv[2]), world_size=2)
 comm, flat = routes(), torch.zeros(1 << 28, dtype=torch.uint8)
 waited(comm, torch.zeros(2))
@@ -193,7 +196,7 @@ if comm.rank_group.rank == 1:
     time.sleep(0.05)
     os.kill(os.getpid(), signal.SIGKILL)
 found = waited(comm, flat)
-print(found["error"], found["seconds"] < 12.0, flush=True)
+print(found["error"], found["seconds"] < soon(12.0), flush=True)
 os._exit(0)
 """
 
@@ -203,7 +206,7 @@ def test_a_rank_that_is_killed_with_a_message_under_way_is_not_waited_for(tmp_pa
     command = [sys.executable, "-c", KILLED, f"file://{tmp_path}/meeting"]
     options: dict[str, Any] = {"env": environment(root=True), "stdout": subprocess.PIPE, "text": True}
     processes = [subprocess.Popen([*command, str(rank)], **options) for rank in range(2)]
-    found = [process.communicate(timeout=60)[0] for process in processes]
+    found = [process.communicate(timeout=HANG)[0] for process in processes]
     assert found == ["PeerError True\n", ""]
 
 
@@ -229,16 +232,16 @@ def without_a_word() -> dict[str, Any]:
         except ShardwellError as error:
             found = {"error": type(error).__name__, "seconds": time.monotonic() - begin}
     if rank:  # who would hear of it only when others are gone has to wait
-        store.wait(["rank 0 has heard"], timedelta(seconds=30))
+        store.wait(["rank 0 has heard"], timedelta(seconds=HANG))
     else:
         store.set("rank 0 has heard", "")
     return found
 
 
 def test_whoever_has_no_link_to_a_lost_rank_is_told_by_those_who_have(ranks: Ranks) -> None:
-    for found in ranks.run(4, without_a_word, limit=60)[:3]:
+    for found in ranks.run(4, without_a_word)[:3]:
         assert found["error"] == "PeerError"
-        assert found["seconds"] < 3 * SOON
+        assert found["seconds"] < soon(3 * SOON)
 
 
 def timeouts() -> list[float]:
@@ -296,4 +299,4 @@ def fail_and_forget() -> tuple[str, bool]:
 
 
 def test_a_failed_engine_leaves_nothing_behind(ranks: Ranks) -> None:
-    assert ranks.run(2, fail_and_forget, limit=60) == [("PeerError", False), ("ZeroDivisionError", False)]
+    assert ranks.run(2, fail_and_forget) == [("PeerError", False), ("ZeroDivisionError", False)]

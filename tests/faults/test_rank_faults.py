@@ -6,13 +6,14 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.patience import HANG, soon
 from tests.support.rank_faults import complaints, environments, outcomes
 
-LIMIT, WITHIN = 200.0, 90.0  # seconds, on a machine that others use, too
+WITHIN = 45.0  # seconds on an idle machine, of which three are the limit of divergences
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", ["raising", "leaving", "diverging", "sleeping"])
 def test_the_other_ranks_get_the_first_cause(tmp_path: Path, fault: str) -> None:
-    found = outcomes(fault, tmp_path, environments(2, on_gpu=False), LIMIT)
-    assert not (wrong := complaints(fault, found, WITHIN)), "\n".join(wrong)
+    found = outcomes(fault, tmp_path, environments(2, on_gpu=False), HANG)
+    assert not (wrong := complaints(fault, found, soon(WITHIN))), "\n".join(wrong)

@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 import shardwell
 from shardwell import utils
+from tests.support.patience import soon
 from tests.support.ranks import Ranks
 from tests.support.state_access import DTYPES, NEAR, STAGES, Plain, backward, in_memory_order, initialize, near, read
 
@@ -163,11 +164,11 @@ def one_asks(stage: int, what: str, warm_up: int) -> tuple[str, float]:
     [(0, "state", 1), (1, "master", 0), (1, "master", 1), (2, "state", 0), (3, "state dict", 0), (3, "state dict", 1)],
 )
 def test_a_rank_that_asks_alone_gets_an_error_and_no_hang(ranks: Ranks, stage: int, what: str, warm_up: int) -> None:
-    answers = ranks.run(2, one_asks, stage, what, warm_up, limit=30)
+    answers = ranks.run(2, one_asks, stage, what, warm_up)
     errors = [error for error, _ in answers]
     assert "DivergenceError" in errors
     assert set(errors) <= {"DivergenceError", "PeerError"}
-    assert all(seconds < 12 for _, seconds in answers)
+    assert all(seconds < soon(12) for _, seconds in answers)
 
 
 def one_asks_for_its_part(stage: int, block: dict[str, Any], asks: bool) -> tuple[dict[str, Any], dict[str, list[str]]]:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 import shardwell
 from shardwell.errors import DivergenceError, PeerError, ShardwellError
 from tests.support.models import Gpt, whole_parameters, zero
+from tests.support.patience import soon
 from tests.support.ranks import Ranks
 
 SHORT = zero(3, shardwell={"divergence_timeout": 2.0})
@@ -121,14 +122,14 @@ def touched_by_rank_0(where: str) -> tuple[str, str, float]:
 
 @pytest.mark.parametrize("where", ["inside", "after"])
 def test_a_parameter_that_rank_0_alone_touches_is_an_error_within_the_limit(ranks: Ranks, where: str) -> None:
-    first, second = ranks.run(2, touched_by_rank_0, where, limit=60)
+    first, second = ranks.run(2, touched_by_rank_0, where)
     assert first[0] == DivergenceError.__name__
     assert "Embedding.weight" in first[1]
     assert "modifier_rank=0" in first[1]
     assert "rank 0" in first[1]
     assert "1" in first[1].split("rank(s)")[-1].split("did")[0] or "rank 1" in first[1]
     assert second[0] in (DivergenceError.__name__, PeerError.__name__)
-    assert max(first[2], second[2]) < 30  # the limit of 2 s, and construction on a busy machine
+    assert max(first[2], second[2]) < soon(30)  # the limit of 2 s, and construction on a busy machine
 
 
 def changed_with_a_modifier() -> float:
@@ -159,7 +160,7 @@ def failing_on_one_rank() -> str:
 
 
 def test_an_error_on_one_rank_reaches_the_others(ranks: Ranks) -> None:
-    first, second = ranks.run(2, failing_on_one_rank, limit=60)
+    first, second = ranks.run(2, failing_on_one_rank)
     assert first.startswith("PeerError rank 1 failed first: ValueError in zero.Init: no such file")
     assert second == "ValueError no such file"
 

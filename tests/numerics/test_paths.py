@@ -147,7 +147,7 @@ def apart(stage: int, extra: dict[str, Any]) -> str:
 
 @pytest.mark.parametrize("stage", [2, 3])
 def test_pasting_what_the_error_says_makes_it_train(ranks: Ranks, stage: int) -> None:
-    first = ranks.run(NUM_RANKS, apart, stage, {}, limit=60)
+    first = ranks.run(NUM_RANKS, apart, stage, {})
     words = next(answer for answer in first if "about to run" in answer)
     pasted = re.search(r"set (\{.*\})\.", words)
     assert pasted is not None, words

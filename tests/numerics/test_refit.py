@@ -96,7 +96,7 @@ def wait_and_change(stage: int, change: str) -> str:
 
 @pytest.mark.parametrize("change", ["resize", "replace", "remove", "thaw"])
 def test_a_change_while_gradients_wait_is_an_error(ranks: Ranks, change: str) -> None:
-    for by_stage in ranks.run(2, at_all_stages, wait_and_change, change, limit=60):
+    for by_stage in ranks.run(2, at_all_stages, wait_and_change, change):
         for stage, said in zip(STAGES, by_stage, strict=True):
             assert said.startswith(("ModelChangedError", "PeerError")), f"stage {stage}: {said}"
             assert "gradients wait for a step" in said

@@ -16,6 +16,7 @@ import shardwell
 from shardwell.errors import ShardwellError
 from tests.support.command import environment
 from tests.support.models import whole_parameters, zero
+from tests.support.patience import HANG
 from tests.support.ranks import Ranks
 from tests.support.training import distance
 
@@ -172,7 +173,7 @@ def test_who_goes_on_hears_which_rank_ended_and_after_how_many_batches(
         )
         for rank in range(2)
     ]
-    said = [process.communicate(timeout=200)[0] for process in processes]
+    said = [process.communicate(timeout=HANG)[0] for process in processes]
     assert "HEARD PeerError" in said[0]
     assert words in said[0]
     assert "engine.join()" in said[0]

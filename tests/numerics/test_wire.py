@@ -298,6 +298,6 @@ def test_a_unit_that_one_rank_uses_later(ranks: Ranks, stage: int, no_sync: bool
         for micro in range(3):
             (model(torch.ones(2, 8), uses(micro, rank)).sum() / (2 if no_sync else 6)).backward()
     near = {"rtol": 2e-2, "atol": 2e-2} if bf16 else {"rtol": 1e-5, "atol": 1e-6}
-    for answer in ranks.run(2, use_late, stage, bf16, no_sync, limit=40):
+    for answer in ranks.run(2, use_late, stage, bf16, no_sync):
         for name, parameter in model.named_parameters():
             torch.testing.assert_close(torch.as_tensor(answer[name]), parameter.grad, **near)

@@ -22,6 +22,7 @@ from tests.support.faults import fault_at
 from tests.support.internals import host_updates_of, units_of, updates_if_any
 from tests.support.models import batches, whole_parameters, zero
 from tests.support.offload_cases import AIO, HOST, check_equal, counted, engine_with, on_disk, quickly
+from tests.support.patience import soon
 from tests.support.ranks import Ranks
 
 
@@ -225,7 +226,7 @@ def taken_unawares(folder: str) -> int:
 
 
 def test_guesses_that_have_not_begun_are_waited_for(ranks: Ranks, tmp_path: Path) -> None:
-    assert ranks.run(1, taken_unawares, str(tmp_path), limit=30.0) == [0]
+    assert ranks.run(1, taken_unawares, str(tmp_path)) == [0]
 
 
 def crossed(folder: str) -> bool:
@@ -240,7 +241,7 @@ def crossed(folder: str) -> bool:
     unit.wait()
     with unit.trainable[0].swapped_in():
         guess = updates._reader.submit(lambda: updates.store.prefetch(unit))
-        time.sleep(0.1)
+        time.sleep(soon(0.1))  # until it waits
         with updates.store.swapped_in(unit, changes=False):
             pass
     with pytest.raises(shardwell.ShardwellError, match="in use"):
@@ -250,7 +251,7 @@ def crossed(folder: str) -> bool:
 
 
 def test_a_guess_never_waits_with_something_in_its_hands(ranks: Ranks, tmp_path: Path) -> None:
-    assert ranks.run(1, crossed, str(tmp_path), limit=30.0) == [True]
+    assert ranks.run(1, crossed, str(tmp_path)) == [True]
 
 
 def test_a_drive_that_fails_in_advance_is_heard_in_the_step(ranks: Ranks, tmp_path: Path) -> None:

@@ -48,6 +48,7 @@ from tests.support.offload_cases import (
     run_quickly,
     story,
 )
+from tests.support.patience import soon
 from tests.support.ranks import Ranks
 from tests.support.training import Case
 
@@ -236,7 +237,7 @@ def test_what_comes_from_disk_is_read_while_the_unit_before_is_updated(
     def step_late(updates: host_updates.HostUpdateQueue, job: Any, factor: float) -> None:
         following = seated.get(job.unit.index + 1)
         if following is not None:
-            overlaps.append(following.wait(5))
+            overlaps.append(following.wait(soon(5)))
         step(updates, job, factor)
 
     monkeypatch.setattr(OptimizerSwapper, "acquire", seat_and_tell)
@@ -339,7 +340,7 @@ def test_the_tier_goes_with_the_engine(tmp_path: Path, monkeypatch: pytest.Monke
         if destroys:
             engine.destroy()
         del engine
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + soon(10)
         while file.descriptor != -1 and time.monotonic() < deadline:
             gc.collect()  # threads may still hold what they do
         assert file.descriptor == -1

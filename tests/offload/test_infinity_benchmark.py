@@ -238,7 +238,9 @@ def test_a_plot_is_of_several_files(tmp_path: Path) -> None:
     assert (tmp_path / "growth.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_a_run_leaves_figures_and_nothing_on_the_drive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_leaves_figures_and_nothing_on_the_drive(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, preloaded_processes: None
+) -> None:
     monkeypatch.chdir(ROOT)  # the measuring processes import the benchmarks from here
     drive, path = tmp_path / "drive", tmp_path / "infinity.json"
     drive.mkdir()

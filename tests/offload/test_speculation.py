@@ -8,6 +8,7 @@ import time
 from shardwell.memory import Device, Event, MemoryStats
 from shardwell.offload.speculation import SpeculationBackoff
 from shardwell.offload.staging import PinnedAllocator, StagingPool
+from tests.support.patience import HANG
 
 
 def tries(caution: SpeculationBackoff, outcomes: list[bool]) -> list[bool]:
@@ -50,7 +51,7 @@ def test_who_finds_no_slot_waits_for_one() -> None:
     time.sleep(0.05)
     assert not taken
     slots.give(first, Event())
-    waiter.join(5)
+    waiter.join(HANG)
     assert taken == [first.data_ptr()]
     assert memory_stats.report().total() == 128
 

@@ -181,6 +181,7 @@ def in_a_pipeline() -> list[dict[str, Any]]:
     return found
 
 
+@pytest.mark.slow
 def test_dtensors_in_a_pipeline_follow_one_process(ranks: Ranks) -> None:
     ranks.close()  # torch caches DTensors' meshes by their ranks, also those whose process groups have ended with a job
     torch.manual_seed(0)

@@ -9,6 +9,7 @@ import sys
 import pytest
 
 from tests.support.command import environment
+from tests.support.patience import HANG
 
 PROGRAM = """
 import torch
@@ -43,6 +44,6 @@ def test_works_in_flight_do_not_abort_a_process_that_ends() -> None:
         pipe = subprocess.PIPE
         ranks.append(subprocess.Popen([sys.executable, "-c", PROGRAM], env=env, stdout=pipe, stderr=pipe, text=True))
     for process in ranks:
-        out, errors = process.communicate(timeout=240)
+        out, errors = process.communicate(timeout=HANG)
         assert out == "done\n", errors
         assert process.returncode == 0, errors

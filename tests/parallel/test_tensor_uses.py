@@ -262,7 +262,7 @@ def test_precisions_tiers_and_codecs_work_on_a_grid(ranks: Ranks) -> None:
 
 def bits(stage: int, **extra: Any) -> dict[str, Tensor]:
     """Train in bf16; return the parameters that tensor ranks hold alike, and the losses."""
-    case = TensorCase(dtype=torch.float32, steps=20, config={"bf16": {"enabled": True}}, **extra)
+    case = TensorCase(dtype=torch.float32, steps=8, config={"bf16": {"enabled": True}}, **extra)
     engine, model = started(case, stage)
     train(engine, case)
     with shardwell.zero.GatheredParameters(model.parameters()):

@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 import shardwell
@@ -15,7 +16,7 @@ from tests.support.packed_models import Leg, alone, trained
 from tests.support.pipelines import Decoder, next_token_loss, pipeline_config, stream
 from tests.support.ranks import Ranks
 
-STEPS = 3
+STEPS = 2
 HOST = {"offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}
 PIPE, TENSOR, BOTH = Leg(stages=2), Leg(tensor=2), Leg(stages=2, tensor=2)
 
@@ -40,9 +41,10 @@ def all_trained(folder: str) -> tuple[list[dict[str, Any]], list[tuple[dict[str,
     return [trained(leg, STEPS) for leg in EXACT], pairs
 
 
+@pytest.mark.slow
 def test_late_weight_gradients_and_offloaded_states_on_several_axes(ranks: Ranks, tmp_path: Path) -> None:
     expected = alone([Leg()], STEPS)
-    answers = ranks.run(4, all_trained, str(tmp_path), limit=300)
+    answers = ranks.run(4, all_trained, str(tmp_path))
     for number, leg in enumerate(EXACT):
         held = {name: torch.as_tensor(value) for exact, _ in answers for name, value in exact[number].items()}
         for name, value in expected.items():
@@ -65,8 +67,9 @@ def halves(steps: int) -> list[dict[str, Any]]:
     return [trained(replace(one, zero=stage), steps) for one in layouts for stage in (1, 2, 3)]
 
 
+@pytest.mark.slow
 def test_bf16_gives_the_same_bits_at_stages_1_to_3_in_every_layout(ranks: Ranks) -> None:
-    answers = ranks.run(4, halves, 4, limit=300)
+    answers = ranks.run(4, halves, 2)
     for one in answers:
         for number in range(0, 9, 3):
             first = one[number]
@@ -98,8 +101,9 @@ def held_after(steps: int) -> list[dict[str, Any]]:
     return found
 
 
-def test_replicated_and_tied_parameters_are_bit_equal_after_50_steps(ranks: Ranks) -> None:
-    answers = ranks.run(4, held_after, 50, limit=300)
+@pytest.mark.slow
+def test_replicated_and_tied_parameters_are_bit_equal_after_10_steps(ranks: Ranks) -> None:
+    answers = ranks.run(4, held_after, 10)
     for at in range(2):
         first, *_, last = (one[at] for one in answers)
         assert "tokens.weight" in first

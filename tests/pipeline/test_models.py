@@ -92,6 +92,7 @@ def train_decoders() -> dict[str, list[float]]:
     return found
 
 
+@pytest.mark.slow
 def test_decoders_of_transformers_train_without_edits(ranks: Ranks) -> None:
     expected = {
         name: plain_losses(made(build), lambda model, batch: model(**batch, use_cache=False).loss, dictionaries, 1)
@@ -269,8 +270,8 @@ def train_copies() -> list[Tensor]:
         model = shardwell.pipeline.split(Decoder(tied=True), loss_fn=next_token_loss)
         config = {**pipeline_config(stage, schedule), "bf16": {"enabled": True}}
         engine, *_ = shardwell.initialize(model=model, config=config)
-        batches = stream(50, engine.data_rank)
-        for _ in range(50):
+        batches = stream(8, engine.data_rank)
+        for _ in range(8):
             engine.train_batch(batches)
         found.append(engine.parameters_snapshot()["tokens.weight"])
         engine.destroy()

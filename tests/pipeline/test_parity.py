@@ -11,7 +11,7 @@ import shardwell
 from tests.support.pipelines import CHUNKS, Decoder, chain, next_token_loss, pipeline_config, plain, stream
 from tests.support.ranks import Ranks
 
-STEPS = 8
+STEPS = 3  # moments of two steps, norms that are clipped, the order of the first step
 MODELS = {"chain": chain, "decoder": Decoder, "tied": lambda: Decoder(tied=True)}
 
 
@@ -57,6 +57,7 @@ def check(ranks: list[list[dict[str, Any]]], kinds: list[str]) -> None:
         assert seen >= set(expected["parameters"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("schedule", CHUNKS)
 def test_every_stage_follows_plain_pytorch(ranks: Ranks, schedule: str) -> None:
     cases = [(kind, pipeline_config(stage, schedule)) for kind in ("chain", "tied") for stage in range(4)]

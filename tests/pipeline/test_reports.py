@@ -118,8 +118,8 @@ def test_weight_gradients_come_after_the_last_input_gradient(ranks: Ranks) -> No
         assert is_late, tokens
 
 
-SLEEPS = (0.1, 0.1, 0.2, 0.4, 0.8)  # seconds of a forward, and of each half of a backward, until the bubble is near
-NEAR = 0.01
+SLEEPS = (0.05, 0.1, 0.2, 0.4, 0.8, 1.6)  # seconds of a forward and of each half of a backward, until it is near
+NEAR = 0.02  # that of another schedule, or of one micro-batch fewer or more without chunks, is further off
 
 
 class _Sleep(torch.autograd.Function):
@@ -184,6 +184,6 @@ def measure_all(cases: list[tuple[str, int, int]]) -> list[list[float]]:
 def test_measured_bubbles_are_those_of_the_simulation(ranks: Ranks) -> None:
     cases = [("gpipe", 1, 4), ("1f1b", 1, 4), ("interleaved", 2, 4), ("zb-h1", 1, 4)]  # no W in these layers
     expected = [1 / (chunks * number + 1) for _, chunks, number in cases]
-    for found in ranks.run(2, measure_all, cases, limit=280):
+    for found in ranks.run(2, measure_all, cases):
         for steps, want in zip(found, expected, strict=True):
             assert abs(steps[-1] - want) <= NEAR, (found, expected)

@@ -12,6 +12,7 @@ import torch
 from tests.support.changing_layout import NUM_RANKS, STEPS
 from tests.support.command import ROOT, arguments, environment
 from tests.support.packed_models import Leg, alone
+from tests.support.patience import HANG
 
 
 @pytest.mark.slow
@@ -19,7 +20,12 @@ def test_a_killed_pipeline_is_restarted_with_a_tensor_axis(tmp_path: Path) -> No
     command = arguments("run", "-n", str(NUM_RANKS), "--max-restarts", "1", "-m", "tests.support.changing_layout")
     paths = {"PYTHONPATH": os.pathsep.join([str(ROOT), environment()["PYTHONPATH"]])}
     result = subprocess.run(
-        [*command, str(tmp_path)], env={**environment(), **paths}, cwd=ROOT, capture_output=True, text=True, timeout=200
+        [*command, str(tmp_path)],
+        env={**environment(), **paths},
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=HANG,
     )
     assert result.returncode == 0, result.stdout + result.stderr
     assert not (tmp_path / "whole-0.pt").exists()

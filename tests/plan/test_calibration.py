@@ -125,7 +125,7 @@ def test_a_price_without_tokens_is_refused() -> None:
 @pytest.mark.slow
 def test_this_machine_is_measured_and_planned_with(tmp_path: Path) -> None:
     out = tmp_path / "machine.json"
-    done = shardwell("calibrate", "--ranks", "2", "--out", out, "--disk", tmp_path, limit=280)
+    done = shardwell("calibrate", "--ranks", "2", "--out", out, "--disk", tmp_path)
     assert done.returncode == 0, done.stderr
     found = read_calibration(out)
     assert found.ranks == 2

@@ -40,8 +40,8 @@ def machine(ranks: int, per_node: int = 8, **more: Any) -> SimulatedMachine:
 
 # Bytes per parameter of each rank that the ZeRO paper's table (figure 1 and section 5) has: 2 for parameters, 2 for
 # gradients, 12 for optimizer state, each divided by the ranks as the stage says. Gradients are gone between steps here.
-@pytest.mark.parametrize("ranks", [1, 4, 64, 1024])
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+# All stages on one number of ranks, and other numbers at one stage each; `test_literature.py` has all cells by formula.
+@pytest.mark.parametrize(("stage", "ranks"), [(0, 64), (1, 64), (2, 64), (3, 64), (0, 1), (1, 4), (2, 1024), (3, 1024)])
 def test_states_of_7_5b_follow_the_table_of_the_zero_paper(stage: int, ranks: int) -> None:
     model = decoder("7.5B", PRESETS["zero-7.5b"], 1, 16, recomputes=True)
     report = estimate(model, config(stage), machine(ranks))

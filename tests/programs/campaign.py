@@ -12,6 +12,7 @@ from pathlib import Path
 from tests.programs.program import Program, Setting
 from tests.programs.shrink import shrunk
 from tests.programs.trial import Outcome, attempt_all
+from tests.support.patience import soon
 from tests.support.ranks import RankFailedError, Ranks
 
 BATCH = 40  # programs in one job
@@ -31,7 +32,7 @@ def outcomes(pool: Ranks, programs: list[Program]) -> Iterator[tuple[Program, Ou
 def _run(pool: Ranks, batch: list[Program], folder: Path) -> list[Outcome]:
     progress = folder / "progress"
     try:
-        limit = 60.0 + 2.0 * len(batch)
+        limit = soon(60.0 + 2.0 * len(batch))
         texts = [str(program) for program in batch]
         done = pool.run(batch[0].setting.ranks, attempt_all, texts, str(folder), str(progress), limit=limit)[0]
     except RankFailedError as error:

@@ -14,6 +14,7 @@ import shardwell
 from shardwell.utils import safe_get_local_fp32_param
 from tests.support import zoo
 from tests.support.models import zero
+from tests.support.patience import soon
 from tests.support.ranks import Ranks
 from tests.support.scenes import WIDTH, Scene, play_all, play_plainly
 from tests.support.training import distance
@@ -108,12 +109,12 @@ def run_apart(warm_up: int) -> dict[str, Any]:
 @pytest.mark.parametrize("warm_up", [0, 1, 5], ids=["first step", "second step", "sixth step"])
 def test_ranks_that_use_different_units_get_an_error_with_names_and_no_hang(ranks: Ranks, warm_up: int) -> None:
     """Diverging ranks hang until a timeout of half an hour, and nobody learns where."""
-    for answer in ranks.run(2, run_apart, warm_up, limit=30):
+    for answer in ranks.run(2, run_apart, warm_up):
         assert answer["error"] == "DivergenceError"
         assert "experts." in answer["text"]
         assert "rank 0" in answer["text"] or "rank 1" in answer["text"]
         assert "leaf_module" in answer["text"]
-        assert answer["seconds"] < LIMIT + 8
+        assert answer["seconds"] < soon(LIMIT + 8)
         assert answer["same"]
 
 

@@ -25,6 +25,7 @@ from tests.support.internals import collectives_of, finish_reduces, groups_of, t
 from tests.support.live_bytes import live_bytes
 from tests.support.models import Gpt, batches, share, zero
 from tests.support.offload_cases import AIO, blocks, counted, quickly, wait_for_the_reader
+from tests.support.patience import soon
 from tests.support.ranks import Ranks
 from tests.support.wire_counter import WireCounter
 
@@ -426,8 +427,8 @@ def fail_in_backward() -> dict[str, Any]:
 
 
 def test_a_rank_that_fails_wakes_those_who_wait_for_it_in_its_node(ranks: Ranks) -> None:
-    answers = ranks.run(4, fail_in_backward, limit=40)
+    answers = ranks.run(4, fail_in_backward)
     assert [answer["error"] for answer in answers] == ["PeerError", "ValueError", "PeerError", "PeerError"]
     for answer in answers:
         assert "a bad batch on this rank" in answer["text"]
-        assert answer["seconds"] < 9
+        assert answer["seconds"] < soon(9)

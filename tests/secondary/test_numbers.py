@@ -447,16 +447,26 @@ def test_two_nodes_of_two_ranks_give_the_bits_of_four(ranks: Ranks, tmp_path: Pa
     check(ranks, [name], 4, 2, tmp_path)
 
 
+ON_ANY_NODES = ["accumulation", "parameters_on_disk", "opened"]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("num_ranks", "partition"),
-    [(2, 2), (3, 2), (4, 3), (4, 4), (2, 8), (5, 3)],
+    ("num_ranks", "partition", "names"),
+    [
+        (2, 2, ON_ANY_NODES[:1]),
+        (3, 2, ON_ANY_NODES),  # nodes of different sizes play all scenes
+        (4, 3, ON_ANY_NODES[1:2]),
+        (4, 4, ON_ANY_NODES[2:]),
+        (2, 8, ON_ANY_NODES[:1]),
+        (5, 3, ON_ANY_NODES),
+    ],
     ids=["one node", "2 and 1", "3 and 1", "one node of 4", "more than there are", "3 and 2"],
 )
 def test_any_number_of_ranks_divides_into_nodes_of_any_size(
-    ranks: Ranks, tmp_path: Path, num_ranks: int, partition: int
+    ranks: Ranks, tmp_path: Path, num_ranks: int, partition: int, names: list[str]
 ) -> None:
-    check(ranks, ["accumulation", "parameters_on_disk", "opened"], num_ranks, partition, tmp_path)
+    check(ranks, names, num_ranks, partition, tmp_path)
 
 
 # ------------------------------------------------------------------------------------------------------ local changes

@@ -161,7 +161,7 @@ def on_rank(names: list[str]) -> list[Any]:
 @pytest.mark.parametrize("size", [2, 4])
 def test_a_simulated_rank_of_an_axis_counts_what_a_real_one_counts(size: int, ranks: Ranks) -> None:
     names = [name for name, (number, _, _) in CASES.items() if number == size]
-    answers = ranks.run(size, on_rank, names, limit=240)
+    answers = ranks.run(size, on_rank, names)
     for rank, pairs in enumerate(answers):
         for name, (real, plan) in zip(names, pairs, strict=True):
             for what in ("traffic", "by axis", "rest", "peaks"):

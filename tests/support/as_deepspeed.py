@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from tests.support.command import arguments, environment
+from tests.support.patience import HANG
 
 MARK = "RESULT "  # a line of a script that holds JSON for the test
 
 
-def run_ranks(script: Path, *args: str, ranks: int = 2, options: tuple[str, ...] = (), limit: float = 240) -> str:
+def run_ranks(script: Path, *args: str, ranks: int = 2, options: tuple[str, ...] = (), limit: float = HANG) -> str:
     """Run a script by `shardwell run --as-deepspeed`; return what it printed, and fail with its errors if it failed."""
     done = subprocess.run(
         arguments("run", "--as-deepspeed", "-n", str(ranks), *options, script, *args),
@@ -27,7 +28,7 @@ def run_ranks(script: Path, *args: str, ranks: int = 2, options: tuple[str, ...]
     return done.stdout
 
 
-def run_python(*args: str | Path, cwd: Path, limit: float = 120, **variables: str) -> subprocess.CompletedProcess[str]:
+def run_python(*args: str | Path, cwd: Path, limit: float = HANG, **variables: str) -> subprocess.CompletedProcess[str]:
     """Run Python with these arguments; `-m shardwell.compat.deepspeed` among them is one of the ways in."""
     return subprocess.run(
         [sys.executable, *map(str, args)],

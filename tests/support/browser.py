@@ -13,8 +13,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from tests.support.patience import HANG
+
 PROGRAM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-LIMIT = 60.0
+LIMIT = HANG
 
 
 class Browser:

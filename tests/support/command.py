@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 from tests.support import preloaded
+from tests.support.patience import HANG
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -32,6 +33,6 @@ def arguments(*args: str | Path) -> list[str]:
     return [sys.executable, "-m", "shardwell", *map(str, args)]
 
 
-def shardwell(*args: str | Path, cwd: Path | None = None, limit: float = 120) -> subprocess.CompletedProcess[str]:
+def shardwell(*args: str | Path, cwd: Path | None = None, limit: float = HANG) -> subprocess.CompletedProcess[str]:
     """Run to the end; stdout and stderr as text."""
     return subprocess.run(arguments(*args), env=environment(), cwd=cwd, capture_output=True, text=True, timeout=limit)

@@ -27,6 +27,7 @@ from tests.support.internals import (
     temporary_buffers_of,
     updates_if_any,
 )
+from tests.support.patience import soon
 
 _DEPTH = 12  # callers that a place names
 
@@ -112,7 +113,7 @@ def look(engine: Engine) -> None:
 
 def _comes_back(temporary: TemporaryBuffers, key: int, engine: Engine) -> bool:
     """Whether memory is still given back by threads that bring gradients down to the host."""
-    deadline = time.monotonic() + (5.0 if updates_if_any(engine) is not None else 0.0)
+    deadline = time.monotonic() + (soon(5.0) if updates_if_any(engine) is not None else 0.0)
     while key in handed_out(temporary) and time.monotonic() < deadline:
         time.sleep(0.005)
     return key not in handed_out(temporary)

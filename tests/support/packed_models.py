@@ -18,7 +18,7 @@ from shardwell.checkpoint.sources import open_source
 
 WIDTH, HEAD, VOCABULARY, ROWS, LENGTH = 16, 4, 24, 2, 6
 QKV = (16, 8, 8)  # sizes of queries, keys and values, packed in one matrix
-NUM_BATCHES = 8  # micro-batches of a step, over all ranks
+NUM_BATCHES = 4  # micro-batches of a step, over all ranks
 PLAN = {
     "blocks.*.qkv": f"packed_colwise:{','.join(map(str, QKV))}",
     "blocks.*.out": "rowwise",

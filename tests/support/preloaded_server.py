@@ -23,6 +23,7 @@ import sys
 import tempfile
 import threading
 import types
+import warnings
 from typing import Any
 
 from tests.support import preloaded
@@ -163,6 +164,9 @@ def _become(request: dict[str, Any], base: list[str]) -> None:
     tempfile.tempdir = None  # as TMPDIR says
     if threads := os.environ.get("OMP_NUM_THREADS"):
         sys.modules["torch"].set_num_threads(int(threads))
+    if filters := os.environ.get("PYTHONWARNINGS"):
+        sys.warnoptions[:] = filters.split(",")
+        warnings._processoptions(sys.warnoptions)  # type: ignore[attr-defined]  # as Python does at its start
     sys.modules["torch"].default_generator.seed()  # other numbers in each process
     sys.modules["numpy"].random.seed()
     if str(preloaded.SITE_OF_DEEPSPEED) in here:

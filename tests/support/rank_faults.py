@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 import shardwell
+from tests.support import preloaded
 from tests.support.models import Gpt, batches, share, zero
 from tests.support.ranks import hosts_of_their_own
 
@@ -92,6 +93,7 @@ def environments(num_ranks: int, *, on_gpu: bool) -> list[dict[str, str]]:
         port = int(probe.getsockname()[1])
     shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(num_ranks)}
     cpu = {"SHARDWELL_DEVICE": "cpu", "LOCAL_WORLD_SIZE": str(num_ranks), "OMP_NUM_THREADS": "1"}
+    cpu[preloaded.VARIABLE] = "1"
     return [
         {**shared, "RANK": str(rank), **(hosts_of_their_own(rank) if on_gpu else {**cpu, "LOCAL_RANK": str(rank)})}
         for rank in range(num_ranks)

@@ -28,14 +28,7 @@ from typing import Any
 from torch.distributed import TCPStore
 
 from tests.support.command import environment
-
-LIMIT = 120.0  # seconds that a job may take where nothing else runs
-LIMIT_OF_A_START = 240.0  # importing torch takes seconds, and on a busy machine much longer
-
-
-def how_busy() -> float:
-    """Return how many processes want a core of this machine, on the average of a minute; at least 1, at most 4."""
-    return min(4.0, max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1)))
+from tests.support.patience import HANG, soon
 
 
 class RankFailedError(AssertionError):
@@ -54,7 +47,7 @@ class Ranks:
         self._folder = tempfile.TemporaryDirectory(prefix="ranks-")
 
     def run(
-        self, num_ranks: int, function: Callable[..., Any], *args: Any, limit: float = LIMIT, **kwargs: Any
+        self, num_ranks: int, function: Callable[..., Any], *args: Any, limit: float = HANG, **kwargs: Any
     ) -> list[Any]:
         try:
             return self._run(num_ranks, function, args, kwargs, limit)
@@ -72,7 +65,6 @@ class Ranks:
         job = (function.__module__, function.__qualname__, args, kwargs)
         for rank in range(num_ranks):
             _send(self._workers[rank][1], (rank, num_ranks, self._num_jobs, job))
-        limit *= how_busy()
         deadline = time.monotonic() + limit
         answers: list[Any] = [None] * num_ranks
         waiting = set(range(num_ranks))
@@ -89,7 +81,7 @@ class Ranks:
                     waiting.discard(rank)
                     if not ok:
                         errors.append(f"--- rank {rank}\n{answers[rank]}")
-                        deadline = min(deadline, time.monotonic() + 10)
+                        deadline = min(deadline, time.monotonic() + soon(10))
         if waiting:
             errors.append(f"rank(s) {sorted(waiting)} did not answer within the limit of {limit:g} s")
             errors.extend(self._stacks(rank) for rank in sorted(waiting))
@@ -121,7 +113,7 @@ class Ranks:
         for rank in range(first, num_ranks):  # so that the limit of a job is one of the job alone
             pipe = self._workers[rank][1]
             try:
-                started = pipe.poll(LIMIT_OF_A_START) and pipe.recv() == "started"
+                started = pipe.poll(HANG) and pipe.recv() == "started"
             except EOFError:
                 started = False
             if not started:
@@ -138,7 +130,7 @@ class Ranks:
         command = [sys.executable, "-c", words, str(there.fileno()), str(port), str(stacks), replicas, program]
         command.append(self._backend)
         with there:
-            env = environment(root=True, fresh=True)  # it stays for many jobs, and is a process like those of users
+            env = environment(root=True)  # imports would take more CPU time than most jobs of a rank
             return subprocess.Popen(command, env=env, pass_fds=[there.fileno()]), here
 
     def close(self) -> None:
@@ -163,6 +155,7 @@ def serve(file: str, port: str, stacks: str, num_replicas: str, program: str, ba
 
     from tests.support import event_loops, leaks
 
+    os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))  # a server of forks is SCHED_BATCH
     leaks.watch()
     event_loops.yield_to_others()
     if program:

@@ -40,6 +40,7 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import shardwell
 from shardwell.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
+from tests.support.patience import soon
 from tests.support.ranks import RankFailedError, Ranks
 from tests.support.recorder_cases import Case, all_cases, num_ranks, ranks_of_a_node
 
@@ -299,7 +300,7 @@ def record_case(pool: Ranks, parts: tuple[Case, ...]) -> Record:
             first = SAVED_AFTER if number else 0
             last = SAVED_AFTER if number + 1 < len(parts) else STEPS
             try:
-                told = pool.run(num_ranks(case), train, case, folder, first, last, limit=LIMIT)
+                told = pool.run(num_ranks(case), train, case, folder, first, last, limit=soon(LIMIT))
             except RankFailedError as error:  # a rank that hangs, dies, or drops what it began
                 told = [{"error": f"{type(error).__name__}: {str(error).strip().splitlines()[-1]}"}]
             prefix = "resumed " if number else ""

@@ -77,10 +77,10 @@ def attempt(name, act):
 """
 
 
-def run_trainer(body: str, folder: Path, stage: int, *, ranks: int = 2, limit: float = 500) -> dict[str, Any]:
+def run_trainer(body: str, folder: Path, stage: int, *, ranks: int = 2) -> dict[str, Any]:
     """Run a body at a stage, and return what its attempts returned, by name."""
     folder.mkdir(parents=True, exist_ok=True)
     script = folder / "script.py"
     script.write_text(PREAMBLE + body)
-    found: dict[str, Any] = dict(results(run_ranks(script, str(stage), str(folder), ranks=ranks, limit=limit)))
+    found: dict[str, Any] = dict(results(run_ranks(script, str(stage), str(folder), ranks=ranks)))
     return found

@@ -8,6 +8,7 @@ import sys
 import pytest
 
 from tests.support.command import environment
+from tests.support.patience import HANG
 
 PROGRAM = """
 import sys, torch, shardwell
@@ -28,6 +29,6 @@ print(*[name for name in sys.modules if name.startswith("shardwell.offload")])
 @pytest.mark.parametrize("stage", [0, 3])
 def test_a_run_without_offloading_does_not_import_it(tmp_path: object, stage: int) -> None:
     command = [sys.executable, "-c", PROGRAM, str(stage), str(tmp_path)]
-    done = subprocess.run(command, env=environment(fresh=True), capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, env=environment(fresh=True), capture_output=True, text=True, timeout=HANG)
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == []

@@ -18,6 +18,7 @@ from shardwell.optim.full_tensors import SlicePosition
 from shardwell.optim.lamb import Lamb
 from shardwell.optim.muon import Muon
 from tests.support.optimizer_steps import MATRICES, Groups, close, equal, members, run, two_groups, values
+from tests.support.patience import HANG
 
 
 @dataclass
@@ -28,7 +29,7 @@ class Board:
     shown: dict[int, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.barrier = Barrier(self.num_ranks, timeout=120)
+        self.barrier = Barrier(self.num_ranks, timeout=HANG)
 
     def exchange(self, rank: int, mine: Any) -> list[Any]:
         self.shown[rank] = mine

@@ -13,6 +13,7 @@ import pytest
 
 from tests.support import preloaded
 from tests.support.command import arguments, environment
+from tests.support.patience import HANG
 
 # What each prints must not depend on how it was started.
 PROGRAMS = {
@@ -36,6 +37,7 @@ PROGRAMS = {
     "at exit": "import atexit; atexit.register(print, 'bye'); print('said')",
     "last words": "class A:\n    def __del__(self): print('gone')\na = A()",
     "temporary": "import tempfile; print(tempfile.gettempdir())",
+    "warnings": "import sys, warnings; warnings.warn('so'); print(sys.warnoptions)",
     "threads of torch": "import torch; print(torch.get_num_threads(), torch.is_grad_enabled())",
 }
 
@@ -45,7 +47,7 @@ def run(*args: str, is_preloaded: bool, cwd: Path, **more: Any) -> tuple[int, st
     env.pop("GONE", None)
     command = [sys.executable, *args]
     done = subprocess.run(
-        command, env={**env, **more}, cwd=cwd, capture_output=True, text=True, timeout=120, input="in"
+        command, env={**env, **more}, cwd=cwd, capture_output=True, text=True, timeout=HANG, input="in"
     )
     return done.returncode, done.stdout, done.stderr
 
@@ -66,6 +68,16 @@ def test_a_script_and_a_module_are_run_as_python_runs_them(tmp_path: Path) -> No
     )
     for args in ([str(script), "one"], ["-m", "script", "one"]):
         assert run(*args, is_preloaded=True, cwd=tmp_path) == run(*args, is_preloaded=False, cwd=tmp_path)
+
+
+def test_filters_of_warnings_are_those_of_the_environment(tmp_path: Path) -> None:
+    """Benchmarks set them, and their ranks would import torch anew."""
+    look = "import sys, warnings; warnings.warn('so'); print(sys.warnoptions, 'torch' in sys.modules)"
+    for filters in ("ignore", "error::UserWarning,ignore"):
+        expected = run("-c", look, is_preloaded=False, cwd=tmp_path, PYTHONWARNINGS=filters)
+        code, out, words = run("-c", look, is_preloaded=True, cwd=tmp_path, PYTHONWARNINGS=filters)
+        assert (code, out.replace("True", "False"), words) == expected
+    assert "True" in run("-c", look, is_preloaded=True, cwd=tmp_path, PYTHONWARNINGS="ignore")[1]
 
 
 def test_torch_is_there_before_the_program_and_only_where_it_was_asked_for(tmp_path: Path) -> None:
@@ -94,7 +106,7 @@ def test_a_process_is_signalled_and_waited_for_as_any_child(tmp_path: Path) -> N
         assert one.stdout.readline() == b"begun\n"
         assert one.poll() is None
         os.killpg(one.pid, signal.SIGTERM)
-        assert one.wait(timeout=60) == -signal.SIGTERM
+        assert one.wait(timeout=HANG) == -signal.SIGTERM
 
 
 def test_ranks_of_a_launcher_are_its_children_and_have_torch(tmp_path: Path) -> None:
@@ -102,7 +114,7 @@ def test_ranks_of_a_launcher_are_its_children_and_have_torch(tmp_path: Path) -> 
     script.write_text("import sys, os\nprint('torch' in sys.modules, os.getppid() == int(sys.argv[1]) or os.getppid())")
     command = arguments("run", "-n", "2", script)
     with subprocess.Popen([*command, "0"], env=environment(), stdout=subprocess.PIPE, text=True) as launcher:
-        out, _ = launcher.communicate(timeout=120)
+        out, _ = launcher.communicate(timeout=HANG)
     assert out.splitlines() == [f"True {launcher.pid}"] * 2
 
 

@@ -9,6 +9,7 @@ import time
 import weakref
 
 from shardwell.parallel.thread_location import main_thread_state, thread_location
+from tests.support.patience import HANG
 
 
 class Held:
@@ -58,8 +59,8 @@ def look():
 
 looker = threading.Thread(target=look)
 looker.start()
-threads, end = (ctypes.c_ulong * 16)(), time.monotonic() + 3.0
-while time.monotonic() < end:  # as autograd's: C++ starts them, and they enter Python by themselves
+threads, end = (ctypes.c_ulong * 16)(), time.monotonic() + 1.0
+while time.monotonic() < end or looks < 200:  # as autograd's: C++ starts them, and they enter Python by themselves
     for number in range(16):
         library.pthread_create(ctypes.addressof(threads) + 8 * number, None, function, None)
     for thread in threads:
@@ -71,7 +72,7 @@ print("looks", looks)
 
 
 def test_threads_that_start_meanwhile_do_no_harm() -> None:
-    run = subprocess.run([sys.executable, "-c", RACE], capture_output=True, text=True, timeout=120)
+    run = subprocess.run([sys.executable, "-c", RACE], capture_output=True, text=True, timeout=HANG)
     assert run.returncode == 0, run.stderr
     assert int(run.stdout.split()[1]) > 100
 
@@ -93,8 +94,8 @@ def test_nothing_that_a_thread_drops_is_freed_by_the_one_that_looks() -> None:
 
     looker = threading.Thread(target=look, name="looker")
     looker.start()
-    end = time.monotonic() + 1.0
-    while time.monotonic() < end:
+    end = time.monotonic() + 0.5
+    while time.monotonic() < end or not freed_by:
         hold(5)
     is_over.set()
     looker.join()

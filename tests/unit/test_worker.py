@@ -15,6 +15,7 @@ import pytest
 from shardwell.errors import ShardwellError
 from shardwell.memory import Event
 from shardwell.offload.worker import Worker
+from tests.support.patience import HANG, soon
 
 
 class DeviceEvent:
@@ -30,7 +31,7 @@ class DeviceEvent:
         return self._set.is_set()
 
     def synchronize(self) -> None:
-        self._set.wait(5)
+        self._set.wait(HANG)
 
 
 def marked() -> tuple[Any, Event]:
@@ -71,7 +72,6 @@ def test_work_that_waited_in_vain_says_so_itself() -> None:
     assert done == ["another"]
 
 
-@pytest.mark.timeout(60)
 def test_work_is_let_in_by_work_that_was_let_in_but_not_for_ever() -> None:
     worker, done, deepest = Worker("test"), list[int](), 0
     gate, mark = marked()
@@ -157,7 +157,7 @@ worker.submit(lambda: (begun.set(), time.sleep(0.3), print("done", flush=True)))
 worker.submit(lambda: print("never"))
 begun.wait()
 """
-    found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)
+    found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=HANG, check=True)
     assert found.stdout == "done\n"
 
 
@@ -176,14 +176,14 @@ def test_nobody_waits_for_the_thread_of_a_worker_that_is_garbage() -> None:
 
     def work() -> None:
         begun.set()
-        going_on.wait(30)
+        going_on.wait(HANG)
 
     worker = Worker("test")
     ticket = worker.submit(work)
-    assert begun.wait(10)
+    assert begun.wait(HANG)
     begin = time.monotonic()
     del worker
     gc.collect()
-    assert time.monotonic() - begin < 10
+    assert time.monotonic() - begin < soon(10)
     going_on.set()
     ticket.wait()

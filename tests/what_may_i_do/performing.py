@@ -18,7 +18,7 @@ import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,7 @@ from shardwell.errors import PeerError
 from shardwell.utils import safe_get_full_grad, safe_set_full_fp32_param, safe_set_full_grad
 from tests.programs.model import WIDTH, Net
 from tests.programs.trial import Lines, is_refusal
+from tests.support.patience import HANG
 from tests.what_may_i_do.operations import LOOP, OPERATIONS, Operation
 
 NUM_STEPS = 3
@@ -215,9 +216,7 @@ def _run(operation: Operation, world: Plain | Sharded, folder: str) -> tuple[lis
 
 def perform(operation: Operation, column: str, folder: str) -> Result:
     """On this rank. What is said of the plain loop as well says nothing of an operation."""
-    with warnings.catch_warnings(), tempfile.TemporaryDirectory() as elsewhere:
-        warnings.simplefilter("ignore")
-        expected, its_error = _run(operation, Plain(), elsewhere)
+    expected, its_error = _plainly(operation.name)
     world, log = Sharded(COLUMNS[column]), Lines()
     logging.getLogger("shardwell").addHandler(log)
     try:
@@ -245,6 +244,16 @@ def perform(operation: Operation, column: str, folder: str) -> Result:
     if its_error is not None:
         return Result("fails", f"it goes on without a word where plain PyTorch raises {type(its_error).__name__}")
     return Result("works") if same else Result("fails", "other numbers than plain PyTorch, without a word")
+
+
+@cache
+def _plainly(name: str) -> tuple[list[Any], Exception | None]:
+    """What plain PyTorch gives, which is the same for all columns."""
+    (operation,) = [one for one in OPERATIONS if one.name == name]
+    with warnings.catch_warnings(), tempfile.TemporaryDirectory() as elsewhere:
+        warnings.simplefilter("ignore")
+        seen, error = _run(operation, Plain(), elsewhere)
+    return seen, None if error is None else error.with_traceback(None)
 
 
 _ordinary: set[str] = set()  # what is said of the plain loop
@@ -278,7 +287,7 @@ def perform_all(names: list[str], column: str, folder: str, progress: str) -> li
         result = perform(by_name[name], column, str(own))
         store.set(f"operation/{number}/{rank}", json.dumps(vars(result)))
         keys = [f"operation/{number}/{other}" for other in range(num_ranks)]
-        store.wait(keys, timedelta(seconds=90))
+        store.wait(keys, timedelta(seconds=HANG))
         result = _merged([Result(**json.loads(store.get(key))) for key in keys])
         done.append({"kind": result.kind, "sentence": plain_words(result.sentence, folder)})
         with Path(f"{progress}.{rank}").open("a") as file:

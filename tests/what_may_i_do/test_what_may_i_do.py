@@ -9,7 +9,7 @@ from tests.what_may_i_do.operations import OPERATIONS
 from tests.what_may_i_do.page import PAGE, Result, failures, found, written
 from tests.what_may_i_do.performing import COLUMNS
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]  # the first one runs all operations at all stages
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]  # the first one runs all operations at all stages
 
 
 @pytest.fixture(scope="module")
