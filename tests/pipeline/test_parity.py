@@ -11,7 +11,7 @@ import shardwell
 from tests.support.pipelines import CHUNKS, Decoder, chain, next_token_loss, pipeline_config, plain, stream
 from tests.support.ranks import Ranks
 
-STEPS = 3  # moments of two steps, norms that are clipped, the order of the first step
+STEPS = 8
 MODELS = {"chain": chain, "decoder": Decoder, "tied": lambda: Decoder(tied=True)}
 
 

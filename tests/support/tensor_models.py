@@ -100,7 +100,7 @@ class TensorCase:
     model: dict[str, Any] = field(default_factory=dict)
     config: dict[str, Any] = field(default_factory=dict)
     tensor: dict[str, Any] = field(default_factory=dict)
-    steps: int = 4
+    steps: int = 8
     accumulation: int = 1
     clip: float = 0.05
     size: int = 2
