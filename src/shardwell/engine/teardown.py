@@ -24,6 +24,7 @@ from shardwell.runtime.hooks import UnitHooks
 from shardwell.runtime.rebuild import take_apart
 from shardwell.runtime.scheduler import Scheduler
 from shardwell.sharding import EngineContext, Unit, released
+from shardwell.sharding.edits import take_last_edits
 from shardwell.sharding.init_parameters import InitRegistry
 from shardwell.sharding.parameter_subclasses import has_no_size, own_rules
 
@@ -143,6 +144,7 @@ class Teardown:
         """
         _drop_gradients(self.scheduler, optimizer)
         self.scheduler.end_retention()
+        take_last_edits(self.scheduler.units)
         names = {id(parameter): name for name, parameter in self.model.named_parameters()}
         places = {
             id(parameter): (module, name)

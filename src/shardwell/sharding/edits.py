@@ -64,21 +64,44 @@ class ReplacedValues:
 @torch.no_grad()
 def take_edits_closely(units: Sequence[Unit]) -> None:
     """Take over values of parameters that are no longer views; a unit with another shape becomes a misfit."""
-    found = [
+    if not (found := _replaced(units)):
+        return
+    with torch._C.DisableTorchFunctionSubclass():
+        fitting = [one for one in found if _fits(one)]
+        _check_apart(fitting, units)
+        _take_in(fitting)
+
+
+@torch.no_grad()
+def take_last_edits(units: Sequence[Unit]) -> None:
+    """Take over values that replaced parameters since the last forward or step, before units are taken apart.
+
+    Parameters that were moved to another device or dtype, as a library does after training, keep their master weights.
+    """
+    with torch._C.DisableTorchFunctionSubclass():
+        _take_in([one for one in _replaced(units) if _is_alike(one) and not one.group.spec.reshards])
+
+
+def _replaced(units: Sequence[Unit]) -> list[ReplacedValues]:
+    return [
         ReplacedValues(unit, group, index)
         for unit in units
         if unit.owner is not None and not unit.changes.is_off
         for group in unit.groups
         for index in group.views.replaced()
     ]
-    if not found:
-        return
-    with torch._C.DisableTorchFunctionSubclass():
-        fitting = [one for one in found if _fits(one)]
-        _check_apart(fitting, units)
-        values = [one.parameter.data.clone() for one in fitting]  # they may be views of each other's slots
-        for one, value in zip(fitting, values, strict=True):
-            one.group.take_in(one.index, value)
+
+
+def _take_in(found: Sequence[ReplacedValues]) -> None:
+    values = [one.parameter.data.clone() for one in found]  # they may be views of each other's slots
+    for one, value in zip(found, values, strict=True):
+        one.group.take_in(one.index, value)
+
+
+def _is_alike(one: ReplacedValues) -> bool:
+    data, place = one.parameter.data, one.group.views.tensors[one.index]
+    is_alike = data.dtype == place.dtype and data.device == place.device
+    return is_alike and tuple(data.shape) == one.slot.shape and not data.is_meta
 
 
 def take_edits_before_step(units: Sequence[Unit]) -> None:
