@@ -18,6 +18,7 @@ from shardwell.checkpoint import load as loading
 from shardwell.checkpoint.load import CheckpointLoader
 from shardwell.checkpoint.sources import ShardwellSource
 from shardwell.errors import CheckpointError
+from shardwell.long_work import LongWork
 from tests.support.checkpoint_engines import CASE, alone, masters, step
 from tests.support.checkpoint_legs import Leg, everything
 from tests.support.models import Gpt, batches, whole_parameters, zero
@@ -226,11 +227,11 @@ def test_memory_orders_are_converted(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", [IndexError, CheckpointError, MemoryError])
 def test_an_error_of_any_kind_on_a_thread_that_reads_is_raised(kind: type[Exception]) -> None:
-    def read(number: int, _: int) -> None:
+    def read(number: int, _: torch.Tensor) -> None:
         if number == 5:
             raise kind("the sixth")
 
-    requests = deque((number, 0) for number in range(20))
+    requests, progress = deque((number, torch.zeros(1)) for number in range(20)), LongWork("loading", speaks=False)
     with pytest.raises(kind, match="the sixth"):
-        CheckpointLoader._read_all(SimpleNamespace(_read_into=read), requests)  # type: ignore[arg-type]
+        CheckpointLoader._read_all(SimpleNamespace(_read_into=read), requests, progress)  # type: ignore[arg-type]
     assert not requests

@@ -10,15 +10,18 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+import shardwell
 from shardwell.compat.deepspeed_api import comm
 from shardwell.compat.deepspeed_api.config_models import get_monitor_config
 from shardwell.compat.deepspeed_api.flops_profiler import FlopsProfiler, get_model_profile
 from shardwell.compat.deepspeed_api.initialization import initialize
-from shardwell.compat.deepspeed_api.monitor import MonitorMaster, csvMonitor
+from shardwell.compat.deepspeed_api.monitor import MonitorMaster, SilentMonitor, csvMonitor
 from shardwell.compat.deepspeed_api.names import resolve
+from shardwell.monitor.monitor import Monitor
 from tests.support.models import Gpt, batches, share, zero
 from tests.support.ranks import Ranks
 
+ENGINE_SOURCE = "".join(path.read_text() for path in Path(shardwell.__file__).parent.glob("engine/*.py"))
 ADAMW = {"type": "AdamW", "params": {"lr": 0.01}}
 
 
@@ -103,3 +106,10 @@ def test_the_log_of_collectives_has_the_bytes_that_were_received(ranks: Ranks) -
     assert sum(one["bytes"] for one in found.values()) == total
     assert set(found) == {"all_gather", "reduce_scatter"}
     assert all(one["seconds"] > 0 for one in found.values())
+
+
+def test_a_silent_monitor_answers_all_that_an_engine_tells_a_monitor() -> None:
+    told = {name for name in vars(Monitor) if not name.startswith("_") and callable(getattr(Monitor, name))}
+    asked = {name for name in told if f"monitor.{name}(" in ENGINE_SOURCE}
+    assert {"begin_anew", "step_ends", "close"} <= asked
+    assert not {name for name in asked if not hasattr(SilentMonitor, name)}

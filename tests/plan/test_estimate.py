@@ -125,7 +125,8 @@ def test_inputs_of_checkpoints_are_counted_where_they_are() -> None:
     kept, sent = planned(False), planned(True)
     inputs = 8 * 2 * 512 * SMALL.hidden * 2
     assert (kept.peak(Tier.HOST), sent.peak(Tier.HOST)) == (0, inputs)
-    at_most = inputs // 8 * 3  # the one that is used, one that leaves, and one that comes back ahead
+    # the one that is used, one that leaves, and one that comes back ahead; the lower peak is at another moment
+    at_most = inputs // 8 * 4
     assert inputs - at_most <= kept.peak(Tier.DEVICE) - sent.peak(Tier.DEVICE) <= inputs
 
 

@@ -87,6 +87,6 @@ class Output:
 
 def _numbers(tensors: list[Tensor]) -> list[float]:
     """Return the values of scalars of any dtype: those of one GPU in one copy, others one by one."""
-    if len(tensors) > 1 and tensors[0].is_cuda and len({tensor.device for tensor in tensors}) == 1:
+    if len(tensors) > 1 and tensors[0].device.type != "cpu" and len({tensor.device for tensor in tensors}) == 1:
         return [float(value) for value in torch.stack([tensor.float() for tensor in tensors]).tolist()]
     return [float(tensor) for tensor in tensors]

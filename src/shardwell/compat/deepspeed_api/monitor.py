@@ -101,4 +101,4 @@ class SilentMonitor:
     def batch_ends(self, batches: Iterable[Any], loss: Any) -> None:
         """Do nothing."""
 
-    step_begins = step_ends = write_steps = close = backward_ends
+    begin_anew = step_begins = step_ends = write_steps = close = backward_ends
