@@ -137,6 +137,7 @@ FORGERIES: list[tuple[str, Any]] = [
     ("optimizer|param_groups|0|fused", 1e300),
     ("scheduler", 5),
     ("scheduler", "x"),
+    ("scheduler|last_batch_iteration", True),
     ("scheduler|last_batch_iteration", "x"),
     ("scheduler|last_batch_iteration", []),
     ("scheduler|last_batch_iteration", {"$odd": 1}),

@@ -55,6 +55,7 @@ def _check_values(engine: Engine, values: Mapping[str, Any], with_optimizer: boo
         _check_scale(values["loss_scale"])
     if with_scheduler and engine.lr_scheduler is not None and values.get("scheduler"):
         with _schedule_kept(engine), _naming("scheduler"):
+            _check_numbers(engine.lr_scheduler.state_dict(), values["scheduler"])
             restore_schedule(engine.lr_scheduler, copy.deepcopy(values["scheduler"]), warns=False)
     for key, state in values.get("extra", {}).items():
         _try_extra(engine, key, state)
@@ -106,6 +107,18 @@ def _check_counters(counters: Any) -> None:
         value = counters.get(key, 0)
         if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < _MOST:
             raise CheckpointError(f"values.counters.{key}: expected a whole number from 0 on, found {show(value)}")
+
+
+def _check_numbers(now: Any, then: Any, where: str = "") -> None:
+    """Raise if a saved value is true or false where a schedule has a number: Python would count with it."""
+    if isinstance(now, Mapping) and isinstance(then, Mapping):
+        for key in now.keys() & then.keys():
+            _check_numbers(now[key], then[key], f"{where}.{key}" if where else str(key))
+    elif isinstance(now, (list, tuple)) and isinstance(then, (list, tuple)):
+        for one, other in zip(now, then, strict=False):
+            _check_numbers(one, other, where)
+    elif _is_number(now) and isinstance(then, bool):
+        raise CheckpointError(f"{where}: expected a number, found {show(then)}")
 
 
 def _check_scale(saved: Any) -> None:
