@@ -205,7 +205,10 @@ def _deepspeed_buckets(model: DecoderConfig) -> dict[str, Any]:
     }
 
 
-def build_deepspeed(workload: Workload, stage: int, tuned: bool = False) -> Trainer:
+def build_deepspeed(
+    workload: Workload, stage: int, tuned: bool = False, zero: Mapping[str, Any] | None = None
+) -> Trainer:
+    """`zero` holds more keys of the block `zero_optimization`."""
     import deepspeed
 
     # Gloo does all the work here; without this DeepSpeed compiles a shared-memory extension that training never calls.
@@ -221,7 +224,11 @@ def build_deepspeed(workload: Workload, stage: int, tuned: bool = False) -> Trai
         "gradient_clipping": workload.clip,
         "zero_allow_untested_optimizer": True,
         "bf16": {"enabled": workload.bf16},
-        "zero_optimization": {"stage": stage, **(_deepspeed_buckets(workload.model) if tuned else {})},
+        "zero_optimization": {
+            "stage": stage,
+            **(_deepspeed_buckets(workload.model) if tuned else {}),
+            **(zero or {}),
+        },
         "steps_per_print": 10**9,
     }
     engine, *_ = deepspeed.initialize(
@@ -294,11 +301,9 @@ GPU_CONTENDERS = (
 RANK_CONTENDERS = (
     Contender("fsdp2", 3, build_fsdp2),
     Contender("fsdp2-bf16", 3, build_fsdp2_narrow),
-    _deepspeed(2),
-    _deepspeed(3),
-    _shardwell(1),
-    _shardwell(2),
-    _shardwell(3),
+    *(_deepspeed(stage) for stage in (1, 2, 3)),
+    Contender("deepspeed3-zeropp", 3, lambda workload: build_deepspeed(workload, 3, zero=_quantized()), "deepspeed"),
+    *(_shardwell(stage) for stage in (1, 2, 3)),
     Contender("shardwell3-zeropp", 3, lambda workload: build_shardwell(workload, 3, zero=_quantized()), "shardwell"),
 )
 

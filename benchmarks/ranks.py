@@ -13,6 +13,7 @@ of the slowest rank.
 from __future__ import annotations
 
 import argparse
+import os
 import statistics
 from collections.abc import Sequence
 from typing import Any
@@ -45,10 +46,16 @@ def measure_all(size: str, ranks: int, args: argparse.Namespace, console: Consol
 
 
 def measure_floor(size: str, ranks: int, args: argparse.Namespace) -> dict[str, Any]:
-    """Return the seconds of plain collectives of the same sizes, by the number of communicators."""
+    """Return the seconds of plain collectives of the same sizes, by the number of communicators, and of the compute.
+
+    The compute is that of one rank alone, which has no collectives, times the ranks, since they share the device.
+    """
     spec = {"size": size, "steps": args.steps, "device": args.device}
     found = run_ranks("benchmarks.link_floor", spec, ranks, args.limit, args.device)
-    return {**found[0], **{num: max(figures[num] for figures in found) for num in ("1", "2")}}
+    alone = {**spec, "pass": "timing", "batch": args.batch, "each": False, "contender": "shardwell1"}
+    compute = run_ranks("benchmarks.gpu_worker", alone, 1, args.limit, args.device)[0]["seconds"] * ranks
+    link = {num: max(figures[num] for figures in found) for num in ("1", "2")}
+    return {**found[0], **link, "compute": compute, "least": min(link.values()) + compute}
 
 
 def measure_lanes(size: str, ranks: int, args: argparse.Namespace, console: Console) -> dict[str, Any]:
@@ -120,6 +127,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Measure, print tables, and keep the raw figures."""
     args, console = parse(argv), Console()
     report: dict[str, Any] = {**circumstances(command_line("ranks", argv), args.device), "sizes": {}}
+    report["sockets"] = {name: value for name, value in os.environ.items() if name.startswith("NCCL_")}
     for size in args.size.split(","):
         for ranks in (int(count) for count in args.ranks.split(",")):
             if args.lanes:
@@ -131,11 +139,13 @@ def main(argv: Sequence[str] | None = None) -> int:
             if args.floor:
                 floor = report["sizes"][f"{size} x {ranks}"]["floor"] = measure_floor(size, ranks, args)
                 words = f"floor: {floor['1']:.4f} s on one communicator, {floor['2']:.4f} s on two"
-                console.print(f"{words} ({floor['collectives']} collectives)", highlight=False)
+                words += f" ({floor['collectives']} collectives), {floor['compute']:.4f} s of compute by all ranks"
+                console.print(f"{words}, so {floor['least']:.4f} s", highlight=False)
             console.print(ranks_table(summary, f"{size}, {ranks} ranks on one {args.device}"))
             for name, entry in raw.items():
                 if entry["error"]:
                     console.print(f"{name}: {entry['error']}", markup=False, highlight=False)
+            keep(report, "ranks", args.json)  # a run that is cut off leaves what it had
     console.print(told(report), highlight=False)
     if path := keep(report, "ranks", args.json):
         console.print(f"raw results: {path}", highlight=False)
