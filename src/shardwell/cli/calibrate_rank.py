@@ -35,7 +35,8 @@ _REPEATS, _LIMIT = 5, 0.8  # of a figure: at most so many repeats, and about so 
 _LONGEST = 0.3  # seconds of one matrix product, beyond which larger ones are not measured
 _ON_GPU, _ON_CPU = 1 << 28, 1 << 24  # elements of fp32 that a pass over memory reads
 _CHAIN = 200  # small operations in a row
-_HEADS, _HEAD_DIM = 8, 64
+_LASTING = 0.15  # seconds of products in a row: a GPU that is kept busy lowers its clock
+_HEADS, _HEAD_DIM = 16, 128
 _STEPPED = 1 << 22  # elements of an update on the host
 _DISK_BYTES = 256 << 20
 
@@ -87,6 +88,17 @@ class Probe:
                 break
         return self._slowest(min(found)) if together else min(found)
 
+    def lasting_seconds(self, work: Callable[[], object]) -> float:
+        """Return the seconds of one of many of the same in a row, which keep a GPU busy as training does."""
+        once = self.seconds(work)
+        number = max(1, round(_LASTING / once)) if self.on_gpu else 1
+
+        def row() -> None:
+            for _ in range(number):
+                work()
+
+        return once if number == 1 else self.seconds(row) / number
+
     def _finish(self) -> None:
         if self.on_gpu:
             torch.cuda.synchronize(self.device.torch_device)
@@ -103,7 +115,7 @@ def figures(probe: Probe, path: str | None) -> Iterator[tuple[str, Any, str]]:
         yield f"{MATMUL}{name}", points, f"products of square matrices and of a layer with {name}{beside}"
         if name == ("bf16" if probe.on_gpu else "fp32"):
             share = _attention_share(probe, _DTYPES[name], points)
-            yield "attention_share", share, f"causal attention of {_HEADS} heads of {_HEAD_DIM}, forward{beside}"
+            yield "attention_share", share, f"causal attention of {_HEADS} heads of {_HEAD_DIM}, both passes{beside}"
     yield "device_memory", _memory(probe), f"sums of two large tensors{beside}"
     small = _small_operations(probe)
     yield "launch_seconds", small, f"{_CHAIN} small products in a row, forward and backward{beside}"
@@ -136,7 +148,7 @@ def _matmul(probe: Probe, dtype: torch.dtype) -> list[tuple[float, float]]:
             for _ in range(count):
                 F.linear(one, other)
 
-        seconds = probe.seconds(multiply) / count
+        seconds = probe.lasting_seconds(multiply) / count
         flops = 2.0 * rows * inner * columns
         points.append((flops, flops / seconds))
         if seconds > _LONGEST:
@@ -145,12 +157,17 @@ def _matmul(probe: Probe, dtype: torch.dtype) -> list[tuple[float, float]]:
 
 
 def _attention_share(probe: Probe, dtype: torch.dtype, points: list[tuple[float, float]]) -> float:
-    length = 2048 if probe.on_gpu else 256
-    shape = (2, _HEADS, length, _HEAD_DIM)
-    query, key, value = (probe.numbers(*shape, dtype=dtype) for _ in range(3))
-    seconds = probe.seconds(lambda: F.scaled_dot_product_attention(query, key, value, is_causal=True))
-    flops = 0.5 * 4 * shape[0] * _HEADS * length * length * _HEAD_DIM
-    return flops / seconds / MatmulRates(tuple(points)).at(flops)
+    """Return which share of the rate of products causal attention has, forward and backward together."""
+    length = 2048 if probe.on_gpu else 128
+    shape = (4, _HEADS, length, _HEAD_DIM) if probe.on_gpu else (1, _HEADS, length, _HEAD_DIM)
+    query, key, value = (probe.numbers(*shape, dtype=dtype).requires_grad_() for _ in range(3))
+
+    def attend() -> None:
+        attended = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        torch.autograd.grad(attended, (query, key, value), attended.detach())
+
+    forward = 0.5 * 4 * shape[0] * _HEADS * length * length * _HEAD_DIM
+    return 3.5 * forward / probe.lasting_seconds(attend) / MatmulRates(tuple(points)).at(forward)
 
 
 def _memory(probe: Probe) -> float:
@@ -175,7 +192,7 @@ def _small_kernels(probe: Probe) -> float:
     x = torch.ones(16, device=probe.device.torch_device)
     graph = torch.cuda.CUDAGraph()  # so that the host is no part of it
     x.mul_(1.0)
-    with torch.cuda.graph(graph):
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # NCCL's threads ask for events meanwhile
         for _ in range(_CHAIN):
             x.mul_(1.0)
     return probe.seconds(graph.replay) / _CHAIN

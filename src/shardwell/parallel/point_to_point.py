@@ -43,6 +43,28 @@ class PointToPoint:
                 pairs = [[line[channel[0]], line[channel[1]]] for line in lines]
                 self._group[channel] = pair_group(own, pairs, ranks.backend)
         self._sending: list[tuple[Any, Tensor]] = []
+        if ranks.backend == "nccl" and not ranks.is_simulated:
+            self._connect(channels)
+
+    @property
+    def waits_on_device(self) -> bool:
+        """Whether a message that is not there yet occupies the device, as NCCL's kernels do."""
+        return not self._pipe.host_drives_progress and not self._pipe.rank_group.is_simulated
+
+    def _connect(self, channels: Sequence[Channel]) -> None:
+        """Connect the communicators, one after the other on all ranks.
+
+        NCCL's hosts connect when a communicator is first used, and wait for each other there. In a batch a rank would
+        wait so for one that cannot send before it has got something from this rank.
+        """
+        for channel in channels:
+            number = torch.zeros(1, dtype=torch.int64, device=self._pipe.device.torch_device)
+            if self.rank == channel[0]:
+                self.send(number, channel)
+            elif self.rank == channel[1]:
+                self.receive(number, channel, TrafficKind.SETUP).wait()
+            self.finish_sends()
+            number.tolist()  # the host waits
 
     def send(self, tensor: Tensor, channel: Channel) -> None:
         """Start to send a contiguous tensor, whose memory must not change before `finish_sends`."""

@@ -126,6 +126,11 @@ class StageMessages:
         self._forms: dict[tuple[int, Signature], HiddenForm] = {}  # by the stage that receives
         self.expected: HiddenForm | None = None  # what is received on the meta device, where nothing arrives
 
+    @property
+    def wait_on_device(self) -> bool:
+        """Whether messages that have not come yet occupy the device."""
+        return self._links.waits_on_device
+
     def _channel(self, source: int, target: int) -> Channel:
         """Return the channel between two neighbouring stages."""
         way = Pass.FORWARD if target > source else Pass.BACKWARD

@@ -2,6 +2,11 @@
 
 It knows stages, messages and micro-batches. The engine runs the passes (`StageWorker`), with everything that ZeRO does
 around them. A message is received one operation ahead of its use, where its shapes are known.
+
+With NCCL, a message that has not come yet is a kernel that runs. CUDA loads a kernel when it is first launched, and may
+wait for the device to be idle before it does. So nothing is received ahead in the first batch of its shapes: the first
+stage would wait for gradients of micro-batch 0 before it loads what micro-batch 1 needs, and the last stage for
+micro-batch 1 before it loads what the backward of micro-batch 0 needs.
 """
 
 from __future__ import annotations
@@ -53,6 +58,7 @@ class BatchRun:
     schedule: Schedule
     batches: Sequence[Any]
     signatures: Sequence[Signature]
+    receives_ahead: bool
     states: dict[tuple[int, int], PassState] = field(default_factory=dict)
     arrivals: dict[Operation, Arrival] = field(default_factory=dict)
     local: dict[tuple[int, int, bool], list[Tensor]] = field(default_factory=dict)  # between stages of this rank
@@ -76,11 +82,13 @@ class PipelineRunner:
         self.modules, self._reader, self._messages = modules, reader, messages
         self._worker, self.stopwatch, self._move = worker, stopwatch, move
         self._last = modules.num_stages - 1
+        self._loaded: set[tuple[bool, Signature]] = set()  # what backwards are, and shapes, whose kernels have run
 
     def run(self, schedule: Schedule, rank: int, batches: Sequence[Any], *, trains: bool = True) -> BatchRun:
         """Run the operations of a rank; without `trains` only the forwards."""
         signatures = [signature_of(batch, trains=trains) for batch in batches]
-        run = BatchRun(schedule, batches, signatures)
+        kernels = {(schedule.splits_backward, signature) for signature in signatures}
+        run = BatchRun(schedule, batches, signatures, self._may_receive_ahead(kernels))
         operations = [one for one in schedule.ranks[rank] if trains or one.kind is Pass.FORWARD]
         for number, one in enumerate(operations):
             if one not in run.arrivals:
@@ -91,7 +99,12 @@ class PipelineRunner:
             self._execute(run, one, trains=trains)
         if self._messages is not None:
             self._messages.finish()
+        self._loaded |= kernels
         return run
+
+    def _may_receive_ahead(self, kernels: set[tuple[bool, Signature]]) -> bool:
+        """Return whether no operation of a batch launches a kernel for the first time, as far as shapes decide it."""
+        return self._messages is not None and (not self._messages.wait_on_device or kernels <= self._loaded)
 
     def _execute(self, run: BatchRun, one: Operation, *, trains: bool) -> None:
         if one.kind is Pass.FORWARD:
@@ -117,7 +130,7 @@ class PipelineRunner:
 
     def _receive_ahead(self, run: BatchRun, one: Operation) -> None:
         """Start to receive what the next operation reads, if its shapes are known."""
-        if self._messages is None:
+        if self._messages is None or not run.receives_ahead:
             return
         if one.kind is Pass.FORWARD:
             is_known = self._messages.knows(one.stage, run.signatures[one.micro_batch])

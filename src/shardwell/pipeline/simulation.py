@@ -104,19 +104,31 @@ Channel = tuple[int, int, Pass]  # the sending and the receiving rank, and FORWA
 
 
 def messages(schedule: Schedule, rank: int) -> tuple[dict[Channel, list[Message]], dict[Channel, list[Message]]]:
-    """Return what a rank sends and what it receives, in its own order, by channel.
+    """Return what a rank sends and what it receives, in its own order, by channel."""
+    sent: defaultdict[Channel, list[Message]] = defaultdict(list)
+    received: defaultdict[Channel, list[Message]] = defaultdict(list)
+    for one in schedule.ranks[rank]:
+        incoming, outgoing = own_messages(schedule, one)
+        for way, stage, number in incoming:
+            source = schedule.rank_of(stage - (1 if way is Pass.FORWARD else -1))
+            received[source, rank, way].append((way, stage, number))
+        for way, stage, number in outgoing:
+            sent[rank, schedule.rank_of(stage), way].append((way, stage, number))
+    return dict(sent), dict(received)
+
+
+def own_messages(schedule: Schedule, one: Operation) -> tuple[set[Message], set[Message]]:
+    """Return what an operation needs from another rank, and what it sends to one: a message each, or nothing.
 
     Stages on the same rank (a pipeline of one rank with several chunks) need no message.
     """
-    sent: defaultdict[Channel, list[Message]] = defaultdict(list)
-    received: defaultdict[Channel, list[Message]] = defaultdict(list)
-    for stage, kind, number in schedule.ranks[rank]:
-        if kind is Pass.BACKWARD_WEIGHT:
-            continue
-        way = Pass.FORWARD if kind is Pass.FORWARD else Pass.BACKWARD
-        step = 1 if way is Pass.FORWARD else -1
-        if 0 <= stage - step < schedule.num_stages and (source := schedule.rank_of(stage - step)) != rank:
-            received[source, rank, way].append((way, stage, number))
-        if 0 <= stage + step < schedule.num_stages and (target := schedule.rank_of(stage + step)) != rank:
-            sent[rank, target, way].append((way, stage + step, number))
-    return dict(sent), dict(received)
+    stage, kind, number = one
+    if kind is Pass.BACKWARD_WEIGHT:
+        return set(), set()
+    way = Pass.FORWARD if kind is Pass.FORWARD else Pass.BACKWARD
+    step = 1 if way is Pass.FORWARD else -1
+    rank = schedule.rank_of(stage)
+    comes, goes = (
+        0 <= other < schedule.num_stages and schedule.rank_of(other) != rank for other in (stage - step, stage + step)
+    )
+    return {(way, stage, number)} if comes else set(), {(way, stage + step, number)} if goes else set()
