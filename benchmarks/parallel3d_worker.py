@@ -105,8 +105,10 @@ def by_shardwell(spec: dict[str, Any]) -> Run:
         "gradient_accumulation_steps": spec["micro_batches"],
         "gradient_clipping": CLIP,
         "optimizer": {"type": "AdamW", "params": {"lr": LR, "weight_decay": DECAY}},
-        "zero_optimization": {"stage": spec["stage"], "stage3_param_persistence_threshold": 0},
+        "zero_optimization": {"stage": spec["stage"]},
     }
+    if spec["precision"] == "fp64":  # tiny parameters travel, too; timed cases have what is the default
+        config["zero_optimization"]["stage3_param_persistence_threshold"] = 0
     if spec.get("cut") == "torch":  # the engine finds the tensor axis by the parameters
         mesh = torch_mesh(spec)["tp"]
         model = model.to(spec["device"])
