@@ -132,6 +132,7 @@ def test_this_machine_is_measured_and_planned_with(tmp_path: Path) -> None:
     assert {"matmul fp32", "device_memory", "host_update", "inside", "inside_seconds", "disk_read"} <= set(
         found.figures
     )
+    assert {"out_of_place_share", "eight_bit_share"} <= set(found.figures)
     assert found.speeds().inside > 0
 
 

@@ -31,6 +31,8 @@ CASES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {  # stage, ZeRO 
     "stage 3, ZeRO++": (3, ZEROPP, {}),
     "host": (2, HOST, {}),
     "host, after the norm": (3, HOST, {"gradient_clipping": 1.0, "shardwell": {"commit": "after_norm"}}),
+    "host, at once": (2, HOST, {"shardwell": {"commit": "at_once"}}),
+    "host, speculative": (2, HOST, {"gradient_clipping": 1e3, "shardwell": {"commit": "shadow"}}),
     "host, accumulated": (2, HOST, {"gradient_accumulation_steps": 2}),
     "host, parameters": (3, {**HOST, "offload_param": {"device": "cpu"}}, {}),
     "disk": (3, NVME, {}),
@@ -129,6 +131,21 @@ def test_what_bounds_a_step_follows_the_machine(name: str, change: dict[str, flo
 def test_updates_at_once_hide_behind_the_backward_and_those_after_the_norm_do_not() -> None:
     slow = replace(H100, host_update=2e9, kernel_seconds=2e-5)  # updates take about as long as a backward
     assert timed("host", slow, 8).seconds < timed("host, after the norm", slow, 8).seconds
+
+
+def test_speculative_updates_are_between_those_at_once_and_those_after_the_norm() -> None:
+    slow = replace(H100, host_update=1e9, kernel_seconds=2e-5)
+    auto, at_once, speculative, after = (
+        timed(name, slow, 8).seconds for name in ("host", "host, at once", "host, speculative", "host, after the norm")
+    )
+    assert at_once < speculative < after
+    assert auto == pytest.approx(at_once, rel=0.01)  # what it comes to after a few steps
+
+
+def test_what_workers_do_after_the_last_call_of_a_step_counts_as_its_work() -> None:
+    time = timed("host")
+    copied = sum(task.num_bytes for task in time.events if task.resource == UP)
+    assert copied >= 0.9 * time.num_bytes[UP]
 
 
 @pytest.mark.slow

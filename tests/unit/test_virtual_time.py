@@ -153,6 +153,14 @@ def test_without_gpus_updates_of_a_worker_share_the_cores_with_the_loop() -> Non
     assert clock.thread.at == 10
 
 
+def test_updates_take_longer_where_they_write_elsewhere_or_unpack_moments(clock: VirtualClock) -> None:
+    clock.speeds = replace(ONE, out_of_place_share=0.5, eight_bit_share=0.25)
+    clock.host_work("host update", 2)
+    clock.host_work("host update", 2, out_of_place=True)
+    clock.host_work("host update", 2, eight_bit=True)
+    assert clock.thread.at == 2 + 4 + 8
+
+
 def test_products_take_the_rate_of_their_size_and_dtype() -> None:
     rates = MatmulRates(((1e3, 1e3), (1e5, 1e5)))
     assert [rates.at(flops) for flops in (1.0, 1e3, 1e4, 1e5, 1e9)] == pytest.approx([1e3, 1e3, 1e4, 1e5, 1e5])

@@ -37,7 +37,7 @@ _ON_GPU, _ON_CPU = 1 << 28, 1 << 24  # elements of fp32 that a pass over memory 
 _CHAIN = 200  # small operations in a row
 _LASTING = 0.15  # seconds of products in a row: a GPU that is kept busy lowers its clock
 _HEADS, _HEAD_DIM = 16, 128
-_STEPPED = 1 << 22  # elements of an update on the host
+_STEPPED, _STEPPED_BESIDE_GPU = 1 << 22, 1 << 26  # elements of an update on the host: more than its caches hold
 _DISK_BYTES = 256 << 20
 
 
@@ -124,8 +124,13 @@ def figures(probe: Probe, path: str | None) -> Iterator[tuple[str, Any, str]]:
         up, down = _bus(probe)
         yield "copy_up", up, f"copies from pinned memory beside copies to it{beside}"
         yield "copy_down", down, f"copies to pinned memory beside copies from it{beside}"
-    rate, threads = _host_update(probe)
-    yield "host_update", rate, f"AdamW over bf16 gradients, {threads} threads{beside}, beside copies if there is a GPU"
+    update = HostUpdate(probe)
+    rate = update.rate()
+    words = f"{update.threads} threads{beside}, beside copies if there is a GPU"
+    yield "host_update", rate, f"AdamW over bf16 gradients, {words}"
+    share = update.rate(out_of_place=True) / rate
+    yield "out_of_place_share", share, f"the same from one memory to another, as speculative updates, {words}"
+    yield "eight_bit_share", update.rate(eight_bit=True) / rate, f"the same with moments in 8 bits, {words}"
     if path is not None:
         speed = _disk(probe, Path(path))
         for name in ("disk_read", "disk_write"):
@@ -214,25 +219,43 @@ def _bus(probe: Probe) -> tuple[float, float]:
     return rate, rate
 
 
-def _host_update(probe: Probe) -> tuple[float, int]:
-    """Return the bytes per second of optimizer steps of all ranks together, and the threads of each."""
-    buses = probe.device.local_gpu_buses()
-    cores = None if buses is None else update_cores(*buses)
-    threads = torch.get_num_threads() if cores is None else len(cores)
-    gradient = torch.zeros(_STEPPED, dtype=torch.bfloat16)
-    out, (master, first, second) = torch.empty_like(gradient), (torch.zeros(_STEPPED) for _ in range(3))
-    args = kernels.UpdateArgs(gradient, master, (first, second), out=out)
-    rule = kernels.AdamRule(lr=1e-4, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0, decoupled=True, step=2)
-    pinned = torch.empty(1 << 28, dtype=torch.uint8, pin_memory=True) if probe.on_gpu else None
-    there = torch.empty(1 << 28, dtype=torch.uint8, device=probe.device.torch_device) if probe.on_gpu else None
+class HostUpdate:
+    """Optimizer steps in host memory, of all ranks together, beside copies as training has them."""
 
-    def update() -> None:
-        if pinned is not None and there is not None:
-            with probe.device.copy_stream.after_current():
-                pinned.copy_(there, non_blocking=True)
-        kernels.update(rule, args, threads)
+    def __init__(self, probe: Probe) -> None:
+        self._probe, self._numel = probe, _STEPPED_BESIDE_GPU if probe.on_gpu else _STEPPED
+        buses = probe.device.local_gpu_buses()
+        cores = None if buses is None else update_cores(*buses)
+        self.threads = torch.get_num_threads() if cores is None else len(cores)
+        size = 4 * self._numel  # a gradient goes down in 16 bits, and a parameter up
+        self._pinned = torch.empty(size, dtype=torch.uint8, pin_memory=True) if probe.on_gpu else None
+        there = probe.device.torch_device
+        self._there = torch.empty(size, dtype=torch.uint8, device=there) if probe.on_gpu else None
 
-    return probe.size * args.num_bytes / probe.seconds(update), threads
+    def rate(self, *, out_of_place: bool = False, eight_bit: bool = False) -> float:
+        """Return the bytes per second of updates in one form."""
+        gradient = torch.ones(self._numel, dtype=torch.bfloat16)
+        (master, state), new = self._state(eight_bit), self._state(eight_bit) if out_of_place else None
+        out = torch.ones_like(gradient)
+        there = None if new is None else kernels.OutOfPlaceState(*new)
+        args = kernels.UpdateArgs(gradient, master, state, out=out, seed=1, new=there)
+        rule = kernels.AdamRule(lr=1e-4, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0, decoupled=True, step=2)
+
+        def update() -> None:
+            if self._pinned is not None and self._there is not None:
+                with self._probe.device.copy_stream.after_current():
+                    self._pinned.copy_(self._there, non_blocking=True)
+            kernels.update(rule, args, self.threads)
+
+        return self._probe.size * args.num_bytes / self._probe.seconds(update)
+
+    def _state(self, eight_bit: bool) -> tuple[Tensor, Any]:
+        master = torch.ones(self._numel)  # zeros that nothing has written are all the same page
+        if not eight_bit:
+            return master, (torch.ones(self._numel), torch.ones(self._numel))
+        sizes = (self._numel, self._numel, -(-self._numel // kernels.BLOCK), -(-self._numel // kernels.BLOCK))
+        one, other, first, second = (torch.ones(size, dtype=torch.uint8) for size in sizes)
+        return master, kernels.Moments8bitArgs((one, other), (first, second))
 
 
 def _disk(probe: Probe, path: Path) -> float:

@@ -87,7 +87,10 @@ def update(rule: Rule, args: UpdateArgs, threads: int | None = None) -> None:
         )
     if args.gradient.is_meta:
         if virtual_time.clock is not None:
-            virtual_time.clock.host_work("host update", args.num_bytes)
+            is_packed = isinstance(args.state, Moments8bitArgs)
+            virtual_time.clock.host_work(
+                "host update", args.num_bytes, out_of_place=args.new is not None, eight_bit=is_packed
+            )
         return
     listener, begin = spans.listener, time.perf_counter()
     _chosen()[0].update(rule, args, _threads(threads))

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from shardwell import virtual_time
 from shardwell.errors import ShardwellError
 from shardwell.memory.device import AsyncScalar
 from shardwell.offload.loop_observer import StepBeginning
@@ -231,9 +232,16 @@ class AutoCommit:
             self._follow_other_rank()
             return
         self._num_plain += 1
-        if self._num_plain == STEPS_TO_LEARN:
+        if self._num_plain == self._steps_to_learn():
             self._begin_phase(CommitPhase.AT_ONCE)
             self._log(logging.INFO, "updates go at once from now on, while backward runs: nothing came between")
+
+    def _steps_to_learn(self) -> int:
+        """Return 1 in a plan of time, which is about the steps after these.
+
+        With state on disk, where transfers decide, steps at once differ by turns: a plan has those after the norm.
+        """
+        return STEPS_TO_LEARN if virtual_time.clock is None or self._context.disk is not None else 1
 
     def forget(self) -> None:
         """End this boundary."""

@@ -197,7 +197,8 @@ def _of_last_step(engine: Engine, forward: Callable[[Engine], Tensor], clock: Vi
             ends.append(clock.now().time)
             moved.append(Counter(clock.moved))
         if engine.optimizer is not None:
-            engine.optimizer.settle()
+            with modes:  # what workers have not done yet of the last step is a part of it
+                engine.optimizer.settle()
     found = replace(_read(clock, ends[-2], ends[-1]), num_bytes=dict(moved[-1] - moved[-2]))
     dtype = {"torch.bfloat16": "bf16", "torch.float16": "fp16"}.get(str(_compute_dtype(engine)), "fp32")
     peak = clock.speeds.matmul_in(dtype).peak

@@ -83,6 +83,8 @@ def assumptions(time: StepTime, machine: SimulatedMachine) -> tuple[str, ...]:
         f"a kernel takes {speeds.kernel_seconds * 1e6:g} us at least, the host {speeds.launch_seconds * 1e6:g} us to "
         f"start one; a collective takes {speeds.inside_seconds * 1e6:g} us beside its bytes, and "
         f"{speeds.between_seconds * 1e6:g} us for each doubling of the nodes",
+        f"updates on the host reach {speeds.out_of_place_share:.0%} of their rate where they are speculative, and "
+        f"{speeds.eight_bit_share:.0%} with moments in 8 bits",
         "all ranks are equally fast, and the data is there when it is needed",
         *blocks,
     )

@@ -69,6 +69,9 @@ class Cutter:
         if style == "replicated_with_grad_allreduce":
             for parameter in module.parameters():
                 mark_partial(parameter)
+            if type(module).forward is nn.Linear.forward:
+                self._become(module, layers.InnerLinear, name, region)
+                module.ends = self._has_end(name)  # type: ignore[assignment]
         elif style == "moe_tp_experts":
             self.hooks += layers.sum_around(module, region, name)
         elif isinstance(module, nn.Embedding) and style.startswith("embedding"):
@@ -139,12 +142,15 @@ class Cutter:
                 if (which == "lora_B") is is_column:
                     self._cut_linear(full, inner, style, region)
 
-    def _become(self, module: nn.Module, kind: type[nn.Module], name: str, region: CutRegion, part: TensorPart) -> None:
+    def _become(
+        self, module: nn.Module, kind: type[nn.Module], name: str, region: CutRegion, part: TensorPart | None = None
+    ) -> None:
         layer: Any = module
         if "late_product" in vars(module):  # the cut layer calls it itself
             vars(module).pop("forward", None)
         layer.kind, layer.region, layer.full_name = type(module), region, name
-        layer.sizes = [part.shape_of(index)[part.dim] for index in range(part.num_parts)]
+        if part is not None:
+            layer.sizes = [part.shape_of(index)[part.dim] for index in range(part.num_parts)]
         if type(module) in (nn.Linear, nn.Embedding) or kind.__name__.endswith("Conv1D"):
             layer.__class__ = kind
         else:  # what a subclass does around `super().forward` stays around the cut one

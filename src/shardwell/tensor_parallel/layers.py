@@ -60,6 +60,19 @@ class RowLinear(CutLayer, nn.Linear):
         return found if self.bias is None else found + self.bias
 
 
+class InnerLinear(CutLayer, nn.Linear):
+    """A whole linear layer whose output meets those of cut layers: a key projection of one head, which all heads share.
+
+    Each rank computes a part of the gradients of its weight and of its input.
+    """
+
+    ends: bool  # a layer that is cut by rows follows
+
+    def forward(self, values: Tensor) -> Tensor:
+        """Return the outputs, which all ranks have alike."""
+        return product(self, self.region.begin(values, self.full_name, ends=self.ends), self.bias)
+
+
 class ColumnConv1D(CutLayer):
     """GPT-2's linear layer, whose weight is transposed, cut by outputs (dim 1)."""
 

@@ -1,11 +1,18 @@
-"""The check that outputs of layers which are cut as one block are not divided into several.
+"""The check that a model divides the outputs of its cut layers in a way that is right for parts of them.
 
 A weight that is packed of queries, keys and values and is cut as one block gives the first rank all queries and some
-keys. A model that divides such an output by `chunk` gets three tensors of the right shape and of wrong values.
+keys. A model that divides such an output by `chunk` gets three tensors of the right shape and of wrong values. And one
+that divides an output into its number of heads, `view(batch, length, heads, -1)`, gets as many heads as before, each of
+which is a part of one. Both would train without an error. What is right for parts says how large a head is, and not
+how many there are: `view(batch, length, -1, size)`.
 """
 
 from __future__ import annotations
 
+import math
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
@@ -15,31 +22,187 @@ from shardwell.errors import ShardwellError
 from shardwell.runtime.first_forwards import FirstForwards
 from shardwell.sharding.tensor_part import part_of
 
+_DIVISIONS = ("chunk", "tensor_split", "split", "split_with_sizes")
+_RESHAPES = ("view", "reshape", "unflatten")
+# What changes no element's place.
+_SAME_PLACES = re.compile(
+    r"_*r?(add|mul|sub|(true)?div)_*|clamp_?|clip_?|dropout|contiguous|clone|to|type|type_as|float|half|bfloat16|double|"
+    "relu|gelu|silu|sigmoid|tanh|softplus"
+)
+_SIZE_OF_HEADS = re.compile(r"head.*(dim|size|width|channels)|(dim|size|width|^d).*head|head|d_kv?|d_v")
+_NUMBER_OF_HEADS = re.compile(r"(n|num|nb|number)_?.*heads?|heads|h|.*groups")
+
+
+@dataclass(frozen=True)
+class CutOutput:
+    """What a layer that is cut by columns has returned, or a block of it."""
+
+    weight: str
+    whole: int  # the size of its last dimension if the layer were whole
+    num_blocks: int  # that are packed in it, of which each is cut
+    num_parts: int
+
 
 class PackedUseCheck(FirstForwards):
-    """Raises where the output of a layer that is cut as one block is divided into several."""
+    """Raises where an output of a cut layer is divided as only a whole one may be."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self._names = {id(parameter): name for name, parameter in model.named_parameters()}
-        self._outputs = WeakTensorKeyDictionary()  # with the names of the weights
+        self._modules = dict(model.named_modules())
+        self._outputs = WeakTensorKeyDictionary()  # as `CutOutput`
+        self._transposed = WeakTensorKeyDictionary()  # weights of layers that transpose them
 
     def before(self, name: str, args: tuple[Any, ...], given: dict[str, Any]) -> None:
         """Look at an operation before it runs."""
-        if name in ("chunk", "tensor_split") and isinstance(args[0], Tensor) and args[0] in self._outputs:
-            number, dim = given.get("chunks", args[1] if len(args) > 1 else 1), given.get("dim", 0)
-            dim = args[2] if len(args) > 2 else dim
-            if isinstance(number, int) and number > 1 and dim in (-1, args[0].ndim - 1):
-                weight = self._outputs[args[0]]
-                raise ShardwellError(
-                    f"tensor_parallel.plan: the output of '{weight}' is divided by {name} into {number} blocks, and "
-                    f"colwise cuts its weight as one, so that ranks would have others: use packed_colwise:{number} for "
-                    "it, or packed_colwise with the sizes of the blocks"
-                )
+        if not args or not isinstance(args[0], Tensor) or args[0] not in self._outputs:
+            return
+        values, known = args[0], self._outputs[args[0]]
+        if name in _RESHAPES:
+            if (asked := _asked_shape(name, values, args[1:], given)) is not None:
+                self._check_shape(asked, values, known)
+        elif known.num_blocks == 1 and (number := _num_pieces(name, values, args[1:], given)) > 1:
+            raise ShardwellError(
+                f"tensor_parallel.plan: the output of '{known.weight}' is divided by {name.strip('_')} into {number} "
+                f"blocks, and colwise cuts its weight as one, so that ranks would have others: use "
+                f"packed_colwise:{number} for it, or packed_colwise with the sizes of the blocks"
+            )
 
     def after(self, name: str, args: tuple[Any, ...], found: Any) -> None:
-        """Note what a layer that is cut as one block has returned."""
-        if name == "linear" and isinstance(found, Tensor) and isinstance(args[1], nn.Parameter):
-            part = part_of(args[1])
-            if part is not None and part.dim == 0 and not part.blocks and id(args[1]) in self._names:
-                self._outputs[found] = self._names[id(args[1])]
+        """Note what layers that are cut by columns have returned."""
+        if name == "t" and isinstance(args[0], nn.Parameter):
+            self._transposed[found] = args[0]
+        elif name == "linear":
+            self._note_layer(args[1], found)
+        elif args and isinstance(args[0], Tensor) and args[0] in self._outputs:
+            known = self._outputs[args[0]]
+            if name in _DIVISIONS and known.num_blocks > 1:
+                for one in found:
+                    whole = known.whole * one.shape[-1] // args[0].shape[-1]
+                    self._outputs[one] = CutOutput(known.weight, whole, 1, known.num_parts)
+            elif _SAME_PLACES.fullmatch(name) and isinstance(found, Tensor) and found.shape == args[0].shape:
+                self._outputs[found] = known
+
+    def _note_layer(self, weight: Any, found: Any) -> None:
+        is_transposed = isinstance(weight, Tensor) and weight in self._transposed
+        parameter = self._transposed[weight] if is_transposed else weight
+        if not isinstance(parameter, nn.Parameter) or id(parameter) not in self._names:
+            return
+        part = part_of(parameter)
+        if part is not None and part.dim == int(is_transposed) and part.owner is None:
+            name, blocks = self._names[id(parameter)], max(len(part.blocks), 1)
+            self._outputs[found] = CutOutput(name, part.shape[part.dim], blocks, part.num_parts)
+
+    # ------------------------------------------------------------------------------------------------------- heads
+
+    def _check_shape(self, asked: list[int], values: Tensor, known: CutOutput) -> None:
+        """Raise if a shape divides the last dimension into as many heads as a whole layer has."""
+        rows, size = math.prod(values.shape[:-1]), values.shape[-1]
+        tail = _last_dimensions(asked, rows, size, known.whole)
+        if tail and min(tail) > 0 and math.prod(tail) == known.whole != size:
+            raise _misfit(tail[0], asked, known)
+        if known.num_blocks > 1 and tail and tail[0] == known.num_blocks:
+            tail, size = tail[1:], size // known.num_blocks
+        if len(tail) < 2:
+            return
+        number, rest = tail[0], tail[1:]
+        if number == -1:
+            if size % math.prod(rest):
+                raise ShardwellError(
+                    f"tensor_parallel.autotp_size: the output of '{known.weight}' is divided into pieces (heads) of "
+                    f"{math.prod(rest)}, of which it has {known.whole // math.prod(rest)}: {known.num_parts} ranks "
+                    "cannot share them. Use a number of ranks that divides them"
+                )
+            return
+        sizes, numbers = self._declared(known.weight)
+        if number == 1 or size % number or size // number in sizes:
+            return
+        if -1 in rest or number in numbers:
+            raise _misfit(number, asked, known)
+
+    def _declared(self, weight: str) -> tuple[set[int], set[int]]:
+        """Return what the modules around a weight, and their configurations, name as sizes and as numbers of heads."""
+        sizes: set[int] = set()
+        numbers: set[int] = set()
+        for module in _around(weight, self._modules):
+            for key, value in _numbers_of(module):
+                if _SIZE_OF_HEADS.fullmatch(key):
+                    sizes.add(value)
+                elif _NUMBER_OF_HEADS.fullmatch(key):
+                    numbers.add(value)
+        return sizes, numbers
+
+
+def _misfit(number: int, asked: list[int], known: CutOutput) -> ShardwellError:
+    shape, size = ", ".join(map(str, asked)), known.whole // known.num_blocks // number
+    return ShardwellError(
+        f"tensor_parallel.plan: the output of '{known.weight}', of which each of {known.num_parts} ranks has a part, "
+        f"is given the shape ({shape}), with {number} heads (or blocks) as if it were whole, so that each would be a "
+        f"part of one. Let their number follow from their size, as in view(..., -1, {size}), or leave the layer whole"
+    )
+
+
+def _around(weight: str, modules: dict[str, nn.Module]) -> Iterator[nn.Module]:
+    name = weight
+    while name:
+        name = name.rpartition(".")[0]
+        if name in modules:
+            yield modules[name]
+
+
+def _numbers_of(module: nn.Module) -> Iterator[tuple[str, int]]:
+    for owner in (module, getattr(module, "config", None)):
+        for key, value in getattr(owner, "__dict__", {}).items():
+            if isinstance(value, int) and not isinstance(value, bool):
+                yield key, value
+
+
+def _asked_shape(name: str, values: Tensor, args: tuple[Any, ...], given: dict[str, Any]) -> list[int] | None:
+    """Return the shape that a reshape asks for, with -1 where it is to follow; None if it does something else."""
+    if name == "unflatten":
+        dim, sizes = given.get("dim", args[0] if args else None), given.get("sizes", args[1] if len(args) > 1 else None)
+        if dim not in (-1, values.ndim - 1) or not isinstance(sizes, Iterable):
+            return None
+        return [*values.shape[:-1], *map(int, sizes)]
+    wanted = given.get("shape", given.get("size", args[0] if len(args) == 1 else args))
+    wanted = wanted if isinstance(wanted, Iterable) else (wanted,)
+    found = list(wanted)
+    return list(map(int, found)) if all(isinstance(one, int) for one in found) else None
+
+
+def _last_dimensions(asked: list[int], rows: int, size: int, whole: int) -> list[int]:
+    """Return the two or more dimensions of a shape that divide the last one; none if there are none, or rows change."""
+    starts = range(len(asked) - 2, 0, -1)
+    for start in starts:
+        if math.prod(asked[:start]) == rows:
+            return asked[start:]
+    for product in (size, whole):  # the number of rows is left open
+        for start in starts:
+            if -1 in asked[:start] and math.prod(asked[start:]) == product:
+                return asked[start:]
+    return []
+
+
+def _num_pieces(name: str, values: Tensor, args: tuple[Any, ...], given: dict[str, Any]) -> int:
+    """Return into how many blocks an operation divides the last dimension; 1 if it does not."""
+    if name == "__getitem__":
+        place = args[0] if isinstance(args[0], tuple) else (args[0],)
+        reaches_last = len(place) == values.ndim or any(one is Ellipsis for one in place)
+        last = place[-1]
+        if not reaches_last or not isinstance(last, slice) or last.step not in (None, 1):
+            return 1
+        taken = len(range(*last.indices(values.shape[-1])))
+        return -(-values.shape[-1] // taken) if 0 < taken < values.shape[-1] else 1
+    if name not in _DIVISIONS:
+        return 1
+    keys = ("chunks", "tensor_indices_or_sections", "indices_or_sections", "split_size_or_sections", "split_size")
+    how = next((given[key] for key in (*keys, "split_sizes", "sections", "indices") if key in given), None)
+    how = how if how is not None else args[0] if args else 1
+    dim = given.get("dim", args[1] if len(args) > 1 else 0)
+    if dim not in (-1, values.ndim - 1):
+        return 1
+    if isinstance(how, list | tuple):
+        return len(how) + (name == "tensor_split")
+    if not isinstance(how, int):
+        return 1
+    return how if name in ("chunk", "tensor_split") else -(-values.shape[-1] // max(how, 1))

@@ -17,6 +17,7 @@ from shardwell.sharding.tensor_part import check_parts, is_marked, mark_part, pa
 from shardwell.sharding.whole_tensor import whole_of
 from shardwell.tensor_parallel import layers
 from shardwell.tensor_parallel.cut import Cutter
+from shardwell.tensor_parallel.gradients import GradientCheck
 from shardwell.tensor_parallel.inputs import InputCheck
 from shardwell.tensor_parallel.packed_use import PackedUseCheck
 from shardwell.tensor_parallel.plan import plan_of
@@ -77,7 +78,7 @@ def cut_model(model: nn.Module, roles: MeshRoles, asked: PlanRequest) -> CutMode
     check_parts(model, axis.size)
     same = model.register_forward_pre_hook(InputCheck(roles.tensor), with_kwargs=True)
     if read_megatron_marks(model, axis.size, axis.rank):
-        return CutModel(model, _come_cut(model, regions, asked), (same,))
+        return CutModel(model, _come_cut(model, regions, asked), (same, *_check_gradients(model, axis)))
     if asked.plan == "none" and asked.layer_specs is None:
         raise ShardwellError(
             f'the tensor axis has {axis.size} ranks, tensor_parallel.plan is "none", and no parameter says that it '
@@ -95,7 +96,12 @@ def cut_model(model: nn.Module, roles: MeshRoles, asked: PlanRequest) -> CutMode
             cutter.hooks += gather_before(name, modules[name], inside)
         cutter.hooks += split_sequences(model, cut_blocks, inside)
     cutter.hooks += PackedUseCheck(model).hook(model)
-    return CutModel(model, regions, (same, *cutter.hooks))
+    return CutModel(model, regions, (same, *cutter.hooks, *_check_gradients(model, axis)))
+
+
+def _check_gradients(model: nn.Module, axis: ModelAxis) -> list[Any]:
+    check = GradientCheck(model, axis)
+    return [model.register_forward_pre_hook(check), check]
 
 
 def _come_cut(model: nn.Module, regions: tuple[CutRegion, ...], asked: PlanRequest) -> tuple[CutRegion, ...]:

@@ -50,6 +50,8 @@ class Speeds:
     inside: float = 100e9  # that a rank receives from ranks of its node
     between: float = 25e9  # that a rank receives from other nodes
     host_update: float = 50e9  # of a node: what optimizer steps in host memory read and write
+    out_of_place_share: float = 0.7  # of `host_update`, where the update writes to other memory than it reads
+    eight_bit_share: float = 0.6  # of `host_update`, with moments in 8 bits
     disk_read: float = 6e9  # of a node
     disk_write: float = 4e9  # of a node
     kernel_seconds: float = 3e-6  # that a kernel takes at least
@@ -62,7 +64,7 @@ class Speeds:
     def __post_init__(self) -> None:
         for name in (
             *("device_memory", "copy_up", "copy_down", "inside", "between", "host_update", "disk_read", "disk_write"),
-            "attention_share",
+            *("attention_share", "out_of_place_share", "eight_bit_share"),
         ):
             if not getattr(self, name) > 0:
                 raise ShardwellError(f"the speed {name} is {getattr(self, name)}: expected more than 0")

@@ -218,9 +218,12 @@ class VirtualClock:
         self.thread.fill(self.thread.at + self.speeds.launch_seconds, HOST)
         self._work(self.stream, resource, num_bytes / rate, resource, num_bytes)
 
-    def host_work(self, name: str, num_bytes: int) -> None:
+    def host_work(self, name: str, num_bytes: int, *, out_of_place: bool = False, eight_bit: bool = False) -> None:
         """Let the current thread read and write bytes of host memory: an optimizer step, or a sum."""
-        self._work(self.thread, UPDATE, num_bytes / (self.speeds.host_update * self._share), name, num_bytes)
+        rate = self.speeds.host_update * self._share
+        rate *= self.speeds.out_of_place_share if out_of_place else 1.0  # caches read what they are to overwrite
+        rate *= self.speeds.eight_bit_share if eight_bit else 1.0
+        self._work(self.thread, UPDATE, num_bytes / rate, name, num_bytes)
 
     def disk(self, num_bytes: int, *, is_write: bool, urgent: bool) -> LanePoint:
         """Begin a transfer now; return its end. It is divided into as many parts as there are ranks in the node."""
