@@ -149,9 +149,11 @@ class PipelinedEngine(Engine):
             self.fit_to_model()
         schedule, roles = self.schedule, self._context.roles
         batches = self._next_batches(data_iter, schedule.num_micro_batches)
-        shapes = [signature_of(batch, trains=trains) for batch in batches]
-        # Ranks that read micro-batches of other shapes would wait for messages that are never sent.
-        roles.agreement.announce(f"BATCH {zlib.crc32(repr(shapes).encode()):x}")
+        roles.agreement.announce(f"BATCH {'trains' if trains else 'evaluates'}")
+        if roles.pipe is not None and roles.pipe.agreement is not None:
+            # Stages that read micro-batches of other shapes would wait for messages that are never sent.
+            shapes = [signature_of(batch, trains=trains) for batch in batches]
+            roles.pipe.agreement.announce(f"BATCH {zlib.crc32(repr(shapes).encode()):x}")
         if trains:
             self._runner.stopwatch.reset()
             self._whole_time.reset()
