@@ -181,6 +181,11 @@ class PipelinedEngine(Engine):
                 "train_batch needs an iterator over micro-batches on every rank, also on those of other stages: they "
                 "compute masks and shapes from them. Pass one, or training_data to initialize."
             )
+        if not isinstance(data_iter, Iterator):
+            raise ShardwellError(
+                f"train_batch takes the next micro-batches of an iterator, and got a {type(data_iter).__name__}: make "
+                "one by iter(...), once for all steps that read on in it"
+            )
         batches = []
         for _ in range(number):
             try:
