@@ -37,7 +37,7 @@ from shardwell.virtual_time.virtual_clock import (
     VirtualClock,
 )
 
-# The first makes state, and later ones wait for what the one before has begun: below the device that changes the second.
+# The first makes state. Later ones wait for what the one before has begun, which below the device changes the second.
 _STEPS, _STEPS_BELOW = 2, 3
 _GROUPS = {  # what bounds a step, in words
     COMPUTE: "compute",
