@@ -187,10 +187,20 @@ def frozen() -> nn.Module:
     return model
 
 
+def hooked() -> nn.Module:
+    """A model whose gradients the user's hooks change."""
+    model = chain()
+    for module in model.modules():
+        if isinstance(module, nn.Linear):
+            module.weight.register_hook(lambda grad: 0.5 * grad)
+    return model
+
+
 UNUSUAL: dict[str, tuple[Callable[[], nn.Module], dict[str, Any]]] = {
     "tuples": (pairs, {}),
     "recomputed": (chain, {"pipeline": {"stages": 2, "activation_checkpoint_interval": 1}}),
     "recomputed late": (chain, {"pipeline": {"stages": 2, "schedule": "zb-h1", "activation_checkpoint_interval": 1}}),
+    "hooked late": (hooked, {"pipeline": {"stages": 2, "schedule": "zb-h1"}}),
     "frozen": (frozen, {}),
     "host": (lambda: Decoder(tied=True), {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}),
     "names": (chain, {}),

@@ -190,7 +190,8 @@ def _cut_over_tensor_axis(model: nn.Module, settings: Config, context: EngineCon
     from shardwell.tensor_parallel.setup import PlanRequest, cut_model
 
     block = settings.tensor_parallel
-    return cut_model(model, context.roles, PlanRequest(block.plan, block.partition_config, block.sequence_parallel))
+    asked = PlanRequest(block.plan, block.partition_config, block.sequence_parallel)
+    return cut_model(model, context.roles, asked, context.tied)
 
 
 def _engine(

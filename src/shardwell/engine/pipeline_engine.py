@@ -149,9 +149,11 @@ class PipelinedEngine(Engine):
             self.fit_to_model()
         schedule, roles = self.schedule, self._context.roles
         batches = self._next_batches(data_iter, schedule.num_micro_batches)
-        shapes = [signature_of(batch, trains=trains) for batch in batches]
-        # Ranks that read micro-batches of other shapes would wait for messages that are never sent.
-        roles.agreement.announce(f"BATCH {zlib.crc32(repr(shapes).encode()):x}")
+        roles.agreement.announce(f"BATCH {'trains' if trains else 'evaluates'}")
+        if roles.pipe is not None and roles.pipe.agreement is not None:
+            # Stages that read micro-batches of other shapes would wait for messages that are never sent.
+            shapes = [signature_of(batch, trains=trains) for batch in batches]
+            roles.pipe.agreement.announce(f"BATCH {zlib.crc32(repr(shapes).encode()):x}")
         if trains:
             self._runner.stopwatch.reset()
             self._whole_time.reset()
@@ -178,6 +180,11 @@ class PipelinedEngine(Engine):
             raise ShardwellError(
                 "train_batch needs an iterator over micro-batches on every rank, also on those of other stages: they "
                 "compute masks and shapes from them. Pass one, or training_data to initialize."
+            )
+        if not isinstance(data_iter, Iterator):
+            raise ShardwellError(
+                f"train_batch takes the next micro-batches of an iterator, and got a {type(data_iter).__name__}: make "
+                "one by iter(...), once for all steps that read on in it"
             )
         batches = []
         for _ in range(number):

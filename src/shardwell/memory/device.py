@@ -64,6 +64,7 @@ class Device:
         self.machine = current_machine()
         if self.is_simulated and not self.is_meta:
             raise ShardwellError(f"a simulated machine has tensors without bytes: found {where}, expected meta")
+        self._is_device_simulated = self.is_simulated and self.has_device_memory
         # of a simulation: storages that the statistics of an engine count
         self.counted: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
         self.num_steps = 0  # of a simulation: steps of which nothing is in flight any more
@@ -92,9 +93,9 @@ class Device:
 
     def is_on_device(self, tensor: Tensor) -> bool:
         """Return whether a tensor is in memory of the device's own, to which data on the host has to be copied."""
-        if not self.is_simulated:
+        if self.machine.ranks is None:
             return tensor.is_cuda
-        return self.has_device_memory and tensor.untyped_storage() not in self._on_host
+        return self._is_device_simulated and tensor.untyped_storage() not in self._on_host
 
     def empty(self, numel: int, dtype: torch.dtype, tier: Tier = Tier.DEVICE, *, pinned: bool = True) -> Tensor:
         """Return an uninitialised 1-D tensor on a tier.

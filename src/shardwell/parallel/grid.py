@@ -15,7 +15,7 @@ groups.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import product as combinations
@@ -101,13 +101,14 @@ class Grid:
 
     def line(self, rank: int, *along: str) -> list[int]:
         """Return the group of a rank among `lines`, without making the others."""
-        here = self.position(rank)
-        found, step = [self.rank_index({**here, **dict.fromkeys(along, 0)})], 1
+        here, step = self.position(rank), 1
+        first = self.rank_index({**here, **dict.fromkeys(along, 0)})
+        found: Sequence[int] = range(first, first + 1)
         for axis, size in zip(reversed(AXES), reversed(self.shape), strict=True):
             if axis in along and size > 1:
-                found = [place + step * index for index in range(size) for place in found]
+                found = _repeated(found, step, size)
             step *= size
-        return [self.ranks[place] for place in found] if self.ranks else found
+        return [self.ranks[place] for place in found] if self.ranks else list(found)
 
     def batch_rank(self, rank: int) -> int:
         """Return which share of the rows a rank trains on, from 0 to `num_batches` - 1."""
@@ -116,6 +117,16 @@ class Grid:
 
     def __str__(self) -> str:
         return " x ".join(f"{size} ({axis})" for axis, size in zip(AXES, self.shape, strict=True) if size > 1) or "1"
+
+
+def _repeated(places: Sequence[int], step: int, size: int) -> Sequence[int]:
+    """Return places, then each of them a step further, and so on; evenly spaced ones without visiting each."""
+    if isinstance(places, range):
+        if len(places) == 1:
+            return range(places.start, places.start + step * size, step)
+        if step == places.step * len(places):
+            return range(places.start, places.start + step * size, places.step)
+    return [place + step * index for index in range(size) for place in places]
 
 
 def grid_of_sizes(num_ranks: int, *, pipe: int = 1, expert: int = 1, sequence: int = 1, tensor: int = 1) -> Grid:

@@ -64,7 +64,7 @@ class MeshRoles:
             tensor=lines.along("tensor", agrees=True) if grid.tensor > 1 else None,
             expert=lines.along("expert", agrees=True) if grid.expert > 1 else None,
             sequence=lines.along("sequence", agrees=True) if grid.sequence > 1 else None,
-            pipe=lines.along("pipe") if grid.pipe > 1 else None,
+            pipe=lines.along("pipe", agrees=True) if grid.pipe > 1 else None,
         )
         if grid.num_parts == 1:
             return roles
@@ -96,7 +96,7 @@ class MeshRoles:
 
     def end_step_of_axes(self) -> None:
         """Let the next token begin a new step of the agreements of single axes; `all` has one of its own."""
-        for collectives in (self.stage, self.shard, self.data, self.tensor, self.expert, self.sequence):
+        for collectives in (self.stage, self.shard, self.data, self.tensor, self.expert, self.sequence, self.pipe):
             if collectives is not None and collectives.agreement not in (None, self.agreement):
                 collectives.agreement.tokens.begin_step()
 

@@ -286,9 +286,17 @@ class GlooTransport:
 
 
 def sum_in_rank_order(parts: list[Tensor], into: Tensor, scale: float, accumulate: bool) -> None:
-    """Compute `into` = (or +=) `scale` x the sum of `parts`; 16-bit parts are summed in fp32 and rounded once."""
+    """Compute `into` = (or +=) `scale` x the sum of `parts`, which become invalid.
+
+    16-bit parts are summed in fp32 and rounded once. Others are summed first, and then added: a library that reduces
+    gives the same bits.
+    """
     wide = torch.promote_types(parts[0].dtype, torch.float32)
     if accumulate:
+        if parts[0].dtype == wide:
+            for part in parts[1:]:
+                parts[0].add_(part)
+            parts = parts[:1]
         for part in parts:
             into.add_(part, alpha=scale)
         return

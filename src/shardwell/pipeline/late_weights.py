@@ -53,8 +53,11 @@ class LateWeights:
             self._collecting = None
 
     def keep(self, weight: nn.Parameter, inputs: Tensor, grad: Tensor, *, transposed: bool) -> bool:
-        """Keep what a weight gradient is computed from; false if it is to be computed now."""
-        if self._collecting is None:
+        """Keep what a weight gradient is computed from; false if it is to be computed now.
+
+        That is so for weights with hooks of the user's, which see or change gradients that autograd computes.
+        """
+        if self._collecting is None or weight._backward_hooks:
             return False
         self._collecting.append((weight, inputs, grad, transposed))
         return True

@@ -101,6 +101,11 @@ def tensors_in(value: Any) -> list[Tensor]:
     """Return the tensors in the arguments or the result of an operation."""
     if isinstance(value, Tensor):
         return [value]
-    if isinstance(value, dict):
-        value = list(value.values())
-    return [tensor for one in value for tensor in tensors_in(one)] if isinstance(value, list | tuple) else []
+    found: list[Tensor] = []
+    if isinstance(value, list | tuple | dict):
+        for one in value.values() if isinstance(value, dict) else value:
+            if isinstance(one, Tensor):
+                found.append(one)
+            elif isinstance(one, list | tuple | dict):
+                found += tensors_in(one)
+    return found

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import shardwell
 from shardwell import checkpointing, virtual_time
 from shardwell.engine import Engine
+from shardwell.memory import Tier
 from shardwell.memory.machine import SimulatedMachine, simulated
 from shardwell.monitor.timeline import Span, Timeline
 from shardwell.parallel.traffic import TrafficKind
@@ -36,7 +37,8 @@ from shardwell.virtual_time.virtual_clock import (
     VirtualClock,
 )
 
-_STEPS = 3  # the first makes state; later ones wait for what the one before has begun
+# The first makes state. Later ones wait for what the one before has begun, which below the device changes the second.
+_STEPS, _STEPS_BELOW = 2, 3
 _GROUPS = {  # what bounds a step, in words
     COMPUTE: "compute",
     INSIDE: "link",
@@ -177,9 +179,10 @@ def _of_last_step(engine: Engine, forward: Callable[[Engine], Tensor], clock: Vi
     engine._context.roles.shard.traffic.observer = _Names(clock)
     fuse_updates(engine)
     modes = TimedKernels(clock, device)
+    is_below = any(engine.memory().total(tier=tier) for tier in (Tier.HOST, Tier.DISK))
     ends, moved, flops = [clock.now().time], [Counter(clock.moved)], 0.0
     with FusedKernels(has_gpus=device.has_device_memory), naming_lines(), engine._scheduler.recording(trace):
-        for _ in range(_STEPS):
+        for _ in range(_STEPS_BELOW if is_below else _STEPS):
             flops = 0.0
             for _ in range(engine.gradient_accumulation_steps()):
                 before = clock.flops

@@ -15,6 +15,7 @@ from torch import nn
 
 from shardwell.errors import ConfigError, ShardwellError
 from shardwell.parallel import Collectives
+from shardwell.sharding.context import TiedCopies
 from shardwell.sharding.tensor_part import TensorPart, mark_part, mark_partial, part_of
 from shardwell.sharding.whole_tensor import first_values
 from shardwell.tensor_parallel import layers
@@ -38,6 +39,7 @@ class Cutter:
     outside: CutRegion  # of other layers
     blocks: tuple[str, ...]  # names of the blocks
     gathered: CutRegion | None = None  # of layers in modules of blocks that take whole sequences
+    tied: TiedCopies | None = None  # parameters that another pipeline stage has, too
     hooks: list[Any] = field(default_factory=list)
 
     def cut(self) -> None:
@@ -49,6 +51,8 @@ class Cutter:
             else:
                 self._cut_parameter(name, parameters[name], style)
         self._follow_ties()
+        if self.tied is not None and self.tied.comm.rank_group.size > 1:
+            self._follow_copies(self.tied, parameters)
 
     def _region(self, name: str) -> CutRegion:
         block = next((block for block in self.blocks if name.startswith(f"{block}.")), None)
@@ -196,15 +200,41 @@ class Cutter:
             if isinstance(module, layers.CutLayer) or not isinstance(weight, nn.Parameter):
                 continue
             part = part_of(weight)
-            if part is None or name in self.plan:
+            if part is None or name in self.plan or getattr(module, "is_elsewhere", False):
                 continue
-            if isinstance(module, nn.Embedding) and part.dim == 0:
-                self._cut_embedding(name, module, self._region(name), by_words=True)
-            else:
+            self._follow(name, module, part.dim)
+
+    def _follow_copies(self, tied: TiedCopies, parameters: Mapping[str, nn.Parameter]) -> None:
+        """Cut the copies of parameters that another pipeline stage has cut: the embedding of a last layer that is cut.
+
+        The ranks that hold the copies tell each other by sums along which dimensions theirs are cut.
+        """
+        names = sorted(name for name, parameter in parameters.items() if id(parameter) in tied.names)
+        dims = [-1 if (part := part_of(parameters[name])) is None else part.dim for name in names]
+        mine = torch.tensor([dim + 1.0 for dim in dims], device=tied.comm.device.torch_device)
+        total = torch.empty_like(mine)
+        tied.comm.direct.all_reduce(mine.clone(), total, 1.0, False).wait()
+        for name, dim, other in zip(names, dims, (total - mine - 1).int().tolist(), strict=True):
+            weight = parameters[name]
+            users = [(at, one) for at, one in self.model.named_modules() if getattr(one, "weight", None) is weight]
+            at, module = next((user for user in users if not getattr(user[1], "is_elsewhere", False)), users[0])
+            if dim == -1 and other >= 0:
+                self._follow(at, module, other)
+            elif dim != other and other >= 0:
                 raise ShardwellError(
-                    f"tensor_parallel.plan: '{name}' shares its weight with a layer that is cut, and is not in the "
-                    "plan: add it there, or leave the other out"
+                    f"tensor_parallel.plan: '{name}' is shared by layers of two pipeline stages that cut it along dims "
+                    f"{dim} and {other}"
                 )
+
+    def _follow(self, name: str, module: nn.Module, dim: int) -> None:
+        """Cut a layer that is not in the plan as the one with which it shares its weight."""
+        if isinstance(module, nn.Embedding) and dim == 0:
+            self._cut_embedding(name, module, self._region(name), by_words=True)
+            return
+        raise ShardwellError(
+            f"tensor_parallel.plan: '{name}' shares its weight with a layer that is cut, and is not in the plan: add "
+            "it there, or leave the other out"
+        )
 
 
 def _misfit(name: str, module: nn.Module, style: str) -> ShardwellError:

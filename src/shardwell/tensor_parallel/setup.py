@@ -13,6 +13,7 @@ from shardwell.errors import ConfigError, ShardwellError
 from shardwell.parallel import MeshRoles, TrafficKind
 from shardwell.parallel.model_axis import ModelAxis
 from shardwell.runtime.randomness import align_randomness, draws_in
+from shardwell.sharding.context import TiedCopies
 from shardwell.sharding.tensor_part import check_parts, is_marked, mark_part, part_of, read_megatron_marks
 from shardwell.sharding.whole_tensor import whole_of
 from shardwell.tensor_parallel import layers
@@ -64,8 +65,11 @@ class CutModel:
             region.close()
 
 
-def cut_model(model: nn.Module, roles: MeshRoles, asked: PlanRequest) -> CutModel:
-    """Cut a model over the tensor axis, unless its parameters say that they are parts. All ranks must call it."""
+def cut_model(model: nn.Module, roles: MeshRoles, asked: PlanRequest, tied: TiedCopies | None = None) -> CutModel:
+    """Cut a model over the tensor axis, unless its parameters say that they are parts. All ranks must call it.
+
+    `tied` are the parameters that another pipeline stage has, too.
+    """
     assert roles.tensor is not None
     axis = ModelAxis(roles.tensor, TrafficKind.TENSOR)
     align_randomness(roles.tensor)
@@ -88,7 +92,7 @@ def cut_model(model: nn.Module, roles: MeshRoles, asked: PlanRequest) -> CutMode
     plan = plan_of(model, asked.plan, asked.layer_specs)
     cut_blocks = blocks_in_plan(model, plan)
     gathered = regions[-1] if asked.sequence_parallel else None
-    cutter = Cutter(model, plan, roles.stage, inside, outside, cut_blocks, gathered)
+    cutter = Cutter(model, plan, roles.stage, inside, outside, cut_blocks, gathered, tied)
     cutter.cut()
     if asked.sequence_parallel:
         modules = dict(model.named_modules())
