@@ -121,13 +121,10 @@ def figures(probe: Probe, path: str | None) -> Iterator[tuple[str, Any, str]]:
     yield "launch_seconds", small, f"{_CHAIN} small products in a row, forward and backward{beside}"
     if probe.on_gpu:
         yield "kernel_seconds", _small_kernels(probe), f"{_CHAIN} small kernels in a row{beside}"
-        strided, joined = _strided(probe)
-        yield "strided_elements", strided, f"products of halves of transposed heads{beside}"
-        yield "joined_elements", joined, f"concatenations of halves of transposed heads{beside}"
         up, down = _bus(probe)
         yield "copy_up", up, f"copies from pinned memory beside copies to it{beside}"
         yield "copy_down", down, f"copies to pinned memory beside copies from it{beside}"
-    update = UpdateProbe(probe)
+    update = HostUpdate(probe)
     rate = update.rate()
     words = f"{update.threads} threads{beside}, beside copies if there is a GPU"
     yield "host_update", rate, f"AdamW over bf16 gradients, {words}"
@@ -206,15 +203,6 @@ def _small_kernels(probe: Probe) -> float:
     return probe.seconds(graph.replay) / _CHAIN
 
 
-def _strided(probe: Probe) -> tuple[float, float]:
-    """Return the elements a second of a product over tensors of other orders, and of a concatenation of them."""
-    length, half = 2048, _HEAD_DIM // 2
-    heads = probe.numbers(4, length, _HEADS, _HEAD_DIM, dtype=torch.bfloat16).transpose(1, 2)
-    one, other, factors = heads[..., :half], heads[..., half:], probe.numbers(length, half, dtype=torch.bfloat16)
-    product = probe.lasting_seconds(lambda: one * factors)
-    return one.numel() / product, heads.numel() / probe.lasting_seconds(lambda: torch.cat((one, other), -1))
-
-
 def _bus(probe: Probe) -> tuple[float, float]:
     """Return the bytes per second of copies in each direction while the other direction copies, too."""
     size = 1 << 28
@@ -231,7 +219,7 @@ def _bus(probe: Probe) -> tuple[float, float]:
     return rate, rate
 
 
-class UpdateProbe:
+class HostUpdate:
     """Optimizer steps in host memory, of all ranks together, beside copies as training has them."""
 
     def __init__(self, probe: Probe) -> None:

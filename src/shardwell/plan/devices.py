@@ -20,10 +20,6 @@ from shardwell.virtual_time.speeds import MatmulRates, Speeds
 _ALSO = {"h100": "h100-80gb", "a100": "a100-80gb", "v100": "v100-32gb", "h200-141gb": "h200", "4090": "rtx-4090"}
 _ALSO |= {"5090": "rtx-5090", "rtx4090": "rtx-4090", "rtx5090": "rtx-5090", "b200-180gb": "b200"}
 SHARES = {"matrix products": 0.72, "device memory": 0.8, "links": 0.8, "buses": 0.87, "drives": 0.9}
-STRIDED, JOINED = (
-    0.078,
-    0.044,
-)  # elements in kernels over strided tensors, and in copies of them, for each byte of memory
 
 
 @dataclass(frozen=True)
@@ -118,13 +114,9 @@ def speeds_of(gpu: Gpu, node_link: str | None = None, drive: str = "nvme-gen4", 
     }
     matmul, memory, link = SHARES["matrix products"], SHARES["device memory"], SHARES["links"]
     half, full = gpu.matmul_tflops.value * 1e12, gpu.fp32_tflops.value * 1e12
-    strided = "elements a second of kernels over strided tensors: {:g} for each byte of device memory, as on an H200"
-    origins |= {"strided_elements": strided.format(STRIDED), "joined_elements": strided.format(JOINED) + ", of copies"}
     return Speeds(
         {name: MatmulRates(((1.0, peak * matmul),), peak) for name, peak in (("bf16", half), ("fp32", full))},
         device_memory=gpu.memory_gbs.value * 1e9 * memory,
-        strided_elements=gpu.memory_gbs.value * 1e9 * memory * STRIDED,
-        joined_elements=gpu.memory_gbs.value * 1e9 * memory * JOINED,
         copy_up=bus.value * 1e9 * SHARES["buses"],
         copy_down=bus.value * 1e9 * SHARES["buses"],
         inside=gpu.gpu_link_gbs.value * 1e9 * link,

@@ -16,13 +16,11 @@ from torch.utils.flop_counter import flop_registry
 
 from shardwell.memory import Device
 from shardwell.plan.meta_kernels import run, tensors_in
-from shardwell.plan.strided_kernels import strided_elements
 from shardwell.virtual_time.virtual_clock import VirtualClock
 
 _COPIES = (torch.ops.aten.copy_.default, torch.ops.aten._foreach_copy_.default)
 _NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.float64: "fp64"}
-_FREE = {"empty", "new_empty", "detach", "_local_scalar_dense", "set_", "resize_", "is_same_size", "empty_strided"}
-_FREE |= {"_unsafe_view"}  # a view that does not say so
+_FREE = ("empty", "new_empty", "detach", "_local_scalar_dense", "set_", "resize_", "is_same_size", "empty_strided")
 
 
 class TimedKernels(TorchDispatchMode):
@@ -58,7 +56,7 @@ class TimedKernels(TorchDispatchMode):
             return
         count = flop_registry.get(func._overloadpacket)
         if count is None:
-            self._clock.kernel(size, strided=strided_elements(func, read.values(), written.values()))
+            self._clock.kernel(size)
             return
         flops = float(count(*args, **kwargs, out_val=result))
         is_attention = "scaled_dot_product" in func._overloadpacket._qualified_op_name
@@ -77,7 +75,7 @@ def _num_bytes(tensor: Tensor) -> int:
 def _is_free(func: Any) -> bool:
     """Return whether an operation starts no kernel: it makes a view, or memory without contents."""
     name = func._overloadpacket._qualified_op_name.removeprefix("aten::")
-    return name in _FREE or name.startswith(("sym_", "profiler::")) or bool(func.is_view)
+    return name in _FREE or name.startswith("sym_") or bool(func.is_view)
 
 
 @functools.cache

@@ -59,14 +59,12 @@ class Speeds:
     inside_seconds: float = 10e-6  # of a collective without bytes, inside a node
     between_seconds: float = 20e-6  # of a collective without bytes, for each doubling of the nodes
     attention_share: float = 0.5  # of the matmul rate that fused attention has
-    strided_elements: float = math.inf  # per second, by kernels of a GPU whose tensors differ in shape or order
-    joined_elements: float = math.inf  # the same of copies: concatenations, and tensors that become contiguous
     origins: Mapping[str, str] = field(default_factory=dict)  # by figure: what it is and where it is from, in words
 
     def __post_init__(self) -> None:
         for name in (
             *("device_memory", "copy_up", "copy_down", "inside", "between", "host_update", "disk_read", "disk_write"),
-            *("attention_share", "out_of_place_share", "eight_bit_share", "strided_elements", "joined_elements"),
+            *("attention_share", "out_of_place_share", "eight_bit_share"),
         ):
             if not getattr(self, name) > 0:
                 raise ShardwellError(f"the speed {name} is {getattr(self, name)}: expected more than 0")

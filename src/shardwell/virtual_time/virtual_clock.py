@@ -189,22 +189,9 @@ class VirtualClock:
 
     # -------------------------------------------------------------------------------------------------------- work
 
-    def kernel(
-        self,
-        num_bytes: int,
-        flops: float = 0.0,
-        dtype: str = "bf16",
-        *,
-        is_attention: bool = False,
-        strided: tuple[int, bool] = (0, False),
-    ) -> None:
-        """Add a kernel to the current stream: it takes the time of its bytes or of its FLOPs, whichever is longer.
-
-        `strided` are the elements that a kernel of a GPU computes the places of, and whether it copies them.
-        """
+    def kernel(self, num_bytes: int, flops: float = 0.0, dtype: str = "bf16", *, is_attention: bool = False) -> None:
+        """Add a kernel to the current stream: it takes the time of its bytes or of its FLOPs, whichever is longer."""
         speeds, seconds = self.speeds, num_bytes / self.speeds.device_memory
-        if strided[0] and self.has_gpus:
-            seconds = max(seconds, strided[0] / (speeds.joined_elements if strided[1] else speeds.strided_elements))
         if flops:
             rate = speeds.matmul_in(dtype).at(flops) * (speeds.attention_share if is_attention else 1.0)
             seconds, self.flops = max(seconds, flops / rate), self.flops + flops
