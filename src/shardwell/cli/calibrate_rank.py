@@ -129,7 +129,7 @@ def figures(probe: Probe, path: str | None) -> Iterator[tuple[str, Any, str]]:
         up, down = _bus(probe)
         yield "copy_up", up, f"copies from pinned memory beside copies to it{beside}"
         yield "copy_down", down, f"copies to pinned memory beside copies from it{beside}"
-    update = HostUpdate(probe)
+    update = HostUpdateProbe(probe)
     rate = update.rate()
     words = f"{update.threads} threads{beside}, beside copies if there is a GPU"
     yield "host_update", rate, f"AdamW over bf16 gradients, {words}"
@@ -260,7 +260,7 @@ def _bus(probe: Probe) -> tuple[float, float]:
     return rate, rate
 
 
-class HostUpdate:
+class HostUpdateProbe:
     """Optimizer steps in host memory, of all ranks together, beside copies as training has them."""
 
     def __init__(self, probe: Probe) -> None:
