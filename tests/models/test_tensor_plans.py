@@ -84,7 +84,7 @@ def cut(kinds: list[str], stage: int, tensor: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.mark.parametrize(("stage", "sequence"), [(3, False), (1, True)])
 def test_plans_of_models_follow_one_process(ranks: Ranks, stage: int, sequence: bool) -> None:
-    kinds = list(MODELS) if not sequence else ["Llama", "Qwen3"]
+    kinds = list(MODELS) if not sequence else ["Llama", "Qwen3", "Olmo2"]  # norms of heads, and of all heads together
     found = ranks.run(4, cut, kinds, stage, {"sequence_parallel": sequence})[-1]
     for kind in kinds:
         difference, name = distance(found[kind], plainly(kind))

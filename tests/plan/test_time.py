@@ -79,7 +79,9 @@ def test_bytes_that_are_priced_are_those_that_are_counted(name: str) -> None:
     assert time.num_bytes.get(INSIDE, 0) + time.num_bytes.get(BETWEEN, 0) == counted
     assert time.num_bytes.get(UP, 0) == costs.copies["to device"]
     assert time.num_bytes.get(DOWN, 0) == costs.copies["to host"]
-    assert time.num_bytes.get(DISK, 0) == costs.copies["disk read"] + costs.copies["disk written"]
+    on_disk = costs.copies["disk read"] + costs.copies["disk written"]
+    unit = on_disk / 5  # workers may be one ahead at the begin of a step, or behind at its end
+    assert time.num_bytes.get(DISK, 0) == pytest.approx(on_disk, abs=unit)
     assert bool(time.num_bytes.get(UPDATE)) == bool(report.at_rest(Tier.HOST) or report.at_rest(Tier.DISK))
 
 

@@ -153,6 +153,14 @@ def test_without_gpus_updates_of_a_worker_share_the_cores_with_the_loop() -> Non
     assert clock.thread.at == 10
 
 
+def test_kernels_over_tensors_with_gaps_take_the_time_of_their_elements(clock: VirtualClock) -> None:
+    clock.speeds = replace(ONE, strided_share=0.5)
+    clock.kernel(8, num_strided=2)
+    assert clock.compute.at == 8  # bytes take longer
+    clock.kernel(8, num_strided=8)
+    assert clock.compute.at == 8 + 16
+
+
 def test_updates_take_longer_where_they_write_elsewhere_or_unpack_moments(clock: VirtualClock) -> None:
     clock.speeds = replace(ONE, out_of_place_share=0.5, eight_bit_share=0.25)
     clock.host_work("host update", 2)

@@ -36,6 +36,8 @@ _LONGEST = 0.3  # seconds of one matrix product, beyond which larger ones are no
 _ON_GPU, _ON_CPU = 1 << 28, 1 << 24  # elements of fp32 that a pass over memory reads
 _CHAIN = 200  # small operations in a row
 _LASTING = 0.15  # seconds of products in a row: a GPU that is kept busy lowers its clock
+_LONG_PRODUCT = 1e-4  # seconds from which on one is measured beside kernels that wait for memory
+_MEMORY_TIME = 0.7  # seconds of such kernels for each second of products
 _HEADS, _HEAD_DIM = 16, 128
 _STEPPED, _STEPPED_BESIDE_GPU = 1 << 22, 1 << 26  # elements of an update on the host: more than its caches hold
 _DISK_BYTES = 256 << 20
@@ -116,7 +118,10 @@ def figures(probe: Probe, path: str | None) -> Iterator[tuple[str, Any, str]]:
         if name == ("bf16" if probe.on_gpu else "fp32"):
             share = _attention_share(probe, _DTYPES[name], points)
             yield "attention_share", share, f"causal attention of {_HEADS} heads of {_HEAD_DIM}, both passes{beside}"
-    yield "device_memory", _memory(probe), f"sums of two large tensors{beside}"
+    memory = _memory(probe)
+    yield "device_memory", memory, f"sums of two large tensors{beside}"
+    strided = _strided(probe, torch.bfloat16 if probe.on_gpu else torch.float32)
+    yield "strided_share", strided / memory, f"rotations of heads that are in another order, elements a byte{beside}"
     small = _small_operations(probe)
     yield "launch_seconds", small, f"{_CHAIN} small products in a row, forward and backward{beside}"
     if probe.on_gpu:
@@ -124,11 +129,11 @@ def figures(probe: Probe, path: str | None) -> Iterator[tuple[str, Any, str]]:
         up, down = _bus(probe)
         yield "copy_up", up, f"copies from pinned memory beside copies to it{beside}"
         yield "copy_down", down, f"copies to pinned memory beside copies from it{beside}"
-    update = HostUpdate(probe)
+    update = HostUpdateProbe(probe)
     rate = update.rate()
     words = f"{update.threads} threads{beside}, beside copies if there is a GPU"
     yield "host_update", rate, f"AdamW over bf16 gradients, {words}"
-    share = update.rate(out_of_place=True) / rate
+    share = min(1.0, update.rate(out_of_place=True) / rate)  # it moves more bytes
     yield "out_of_place_share", share, f"the same from one memory to another, as speculative updates, {words}"
     yield "eight_bit_share", update.rate(eight_bit=True) / rate, f"the same with moments in 8 bits, {words}"
     if path is not None:
@@ -153,12 +158,32 @@ def _matmul(probe: Probe, dtype: torch.dtype) -> list[tuple[float, float]]:
             for _ in range(count):
                 F.linear(one, other)
 
-        seconds = probe.lasting_seconds(multiply) / count
+        seconds = _beside_memory(probe, multiply) / count
         flops = 2.0 * rows * inner * columns
         points.append((flops, flops / seconds))
         if seconds > _LONGEST:
             break
     return points
+
+
+def _beside_memory(probe: Probe, multiply: Callable[[], None]) -> float:
+    """Return the seconds of a product as a step has it: in turns with kernels that wait for memory.
+
+    A GPU that does nothing but multiply has a lower clock than one that trains.
+    """
+    alone = probe.lasting_seconds(multiply)
+    if not probe.on_gpu or alone < _LONG_PRODUCT:
+        return alone
+    memory = torch.ones(_ON_GPU // 4, device=probe.device.torch_device)
+    one_pass = probe.lasting_seconds(lambda: memory.neg_())
+    number = max(1, round(_MEMORY_TIME * alone / one_pass))
+
+    def turns() -> None:
+        multiply()
+        for _ in range(number):
+            memory.neg_()
+
+    return max(probe.lasting_seconds(turns) - number * one_pass, alone / 2)
 
 
 def _attention_share(probe: Probe, dtype: torch.dtype, points: list[tuple[float, float]]) -> float:
@@ -179,6 +204,22 @@ def _memory(probe: Probe) -> float:
     numel = _ON_GPU if probe.on_gpu else _ON_CPU
     one, other = (torch.ones(numel, device=probe.device.torch_device) for _ in range(2))
     return 12.0 * numel / probe.seconds(lambda: one + other)
+
+
+def _strided(probe: Probe, dtype: torch.dtype) -> float:
+    """Return the elements a second that kernels write which rotate and copy heads, as a decoder's attention does."""
+    length = 2048 if probe.on_gpu else 128
+    heads = probe.numbers(8 if probe.on_gpu else 1, length, _HEADS, _HEAD_DIM, dtype=dtype).transpose(1, 2)
+    angles = probe.numbers(length, _HEAD_DIM // 2, dtype=dtype)
+    first, second = heads.chunk(2, dim=-1)
+
+    def rotate() -> None:
+        for half in (first, second, first, second):
+            half * angles
+        torch.cat((second, first), dim=-1)
+        heads.contiguous()
+
+    return 4 * heads.numel() / probe.lasting_seconds(rotate)
 
 
 def _small_operations(probe: Probe) -> float:
@@ -219,7 +260,7 @@ def _bus(probe: Probe) -> tuple[float, float]:
     return rate, rate
 
 
-class HostUpdate:
+class HostUpdateProbe:
     """Optimizer steps in host memory, of all ranks together, beside copies as training has them."""
 
     def __init__(self, probe: Probe) -> None:

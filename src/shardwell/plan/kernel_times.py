@@ -20,7 +20,11 @@ from shardwell.virtual_time.virtual_clock import VirtualClock
 
 _COPIES = (torch.ops.aten.copy_.default, torch.ops.aten._foreach_copy_.default)
 _NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.float64: "fp64"}
-_FREE = ("empty", "new_empty", "detach", "_local_scalar_dense", "set_", "resize_", "is_same_size", "empty_strided")
+_FREE = (
+    *("empty", "new_empty", "empty_strided", "empty_like", "detach", "_local_scalar_dense", "set_", "resize_"),
+    *("is_same_size", "_unsafe_view", "_reshape_alias", "lift_fresh"),
+)
+_MOVING = ("cat", "stack", "clone", "_to_copy")  # beside those that compute each element by itself
 
 
 class TimedKernels(TorchDispatchMode):
@@ -42,7 +46,11 @@ class TimedKernels(TorchDispatchMode):
     def _copy(self, args: Any) -> None:
         target, source = args[:2]
         for to, one in zip(target, source, strict=True) if isinstance(target, list) else [(target, source)]:
-            if to.is_meta and one.is_meta:
+            if not (to.is_meta and one.is_meta):
+                continue
+            if self._device.is_on_device(to) and self._device.is_on_device(one) and _are_strided([one], to):
+                self._clock.kernel(one.nbytes + to.nbytes, num_strided=to.numel())
+            else:
                 self._clock.touch((one, to))
 
     def _compute(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
@@ -56,7 +64,7 @@ class TimedKernels(TorchDispatchMode):
             return
         count = flop_registry.get(func._overloadpacket)
         if count is None:
-            self._clock.kernel(size)
+            self._clock.kernel(size, num_strided=_num_strided(func, list(read.values()), result))
             return
         flops = float(count(*args, **kwargs, out_val=result))
         is_attention = "scaled_dot_product" in func._overloadpacket._qualified_op_name
@@ -64,6 +72,31 @@ class TimedKernels(TorchDispatchMode):
             flops /= 2
         dtype = next((_NAMES[one.dtype] for one in read.values() if one.dtype in _NAMES), "fp32")
         self._clock.kernel(size, flops, dtype, is_attention=is_attention)
+
+
+def _num_strided(func: Any, read: list[Tensor], result: Any) -> int:
+    """Return the elements that a kernel writes one by one: its tensors have gaps, or are not all in one order."""
+    if not isinstance(result, Tensor) or not _is_by_element(func):
+        return 0
+    if func._overloadpacket._qualified_op_name in ("aten::cat", "aten::stack"):
+        return 0 if all(one.is_contiguous() for one in read) else result.numel()
+    return result.numel() if _are_strided(read, result) else 0
+
+
+def _are_strided(read: list[Tensor], result: Tensor) -> bool:
+    """Return whether tensors have other places for their elements than the result; single numbers have any."""
+    places = _places(result)
+    return any(one.numel() > 1 and (one.shape != result.shape or _places(one) != places) for one in read)
+
+
+def _places(tensor: Tensor) -> list[int]:
+    return [stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size > 1]
+
+
+@functools.cache
+def _is_by_element(func: Any) -> bool:
+    name = func._overloadpacket._qualified_op_name.removeprefix("aten::")
+    return torch.Tag.pointwise in func.tags or name in _MOVING
 
 
 def _num_bytes(tensor: Tensor) -> int:

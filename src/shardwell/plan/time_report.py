@@ -79,6 +79,8 @@ def assumptions(time: StepTime, machine: SimulatedMachine) -> tuple[str, ...]:
     )
     return (
         *speeds.origins.values(),
+        f"kernels over tensors with gaps write {speeds.strided_share * speeds.device_memory / 1e9:.3g} billion "
+        "elements a second",
         f"fused attention reaches {speeds.attention_share:.0%} of the rate of matrix products",
         f"a kernel takes {speeds.kernel_seconds * 1e6:g} us at least, the host {speeds.launch_seconds * 1e6:g} us to "
         f"start one; a collective takes {speeds.inside_seconds * 1e6:g} us beside its bytes, and "

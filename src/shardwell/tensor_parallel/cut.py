@@ -66,6 +66,17 @@ class Cutter:
         found = [name.rpartition(".")[0] for name, style in self.plan.items() if kind_of(style) in _COLUMNS]
         return [name for name in dict.fromkeys(found) if any(name.startswith(f"{block}.") for block in self.blocks)]
 
+    def whole_in(self, name: str) -> list[nn.Parameter]:
+        """Return the parameters of such a module whose gradients all ranks compute whole, as norms of queries.
+
+        They are those of its layers that are not cut, where outputs of all others are all-gathered.
+        """
+        styles = [kind_of(style) for other, style in self.plan.items() if other.rpartition(".")[0] == name]
+        if any(style in _COLUMNS and style != "colwise_gather_output" for style in styles):
+            return []
+        inner = [one for one in self.model.get_submodule(name).modules() if not isinstance(one, layers.CutLayer)]
+        return [parameter for one in inner for parameter in one.parameters(recurse=False)]
+
     def _cut_module(self, name: str, module: nn.Module, style: str) -> None:
         region = self._region(name)
         if style == "replicate" or isinstance(module, layers.CutLayer) or getattr(module, "is_elsewhere", False):

@@ -14,7 +14,14 @@ from shardwell.parallel import MeshRoles, TrafficKind
 from shardwell.parallel.model_axis import ModelAxis
 from shardwell.runtime.randomness import align_randomness, draws_in
 from shardwell.sharding.context import TiedCopies
-from shardwell.sharding.tensor_part import check_parts, is_marked, mark_part, part_of, read_megatron_marks
+from shardwell.sharding.tensor_part import (
+    check_parts,
+    is_marked,
+    mark_part,
+    mark_partial,
+    part_of,
+    read_megatron_marks,
+)
 from shardwell.sharding.whole_tensor import whole_of
 from shardwell.tensor_parallel import layers
 from shardwell.tensor_parallel.cut import Cutter
@@ -99,6 +106,8 @@ def cut_model(model: nn.Module, roles: MeshRoles, asked: PlanRequest, tied: Tied
         for name in cutter.gathering():
             cutter.hooks += gather_before(name, modules[name], inside)
         cutter.hooks += split_sequences(model, cut_blocks, inside)
+        for parameter in [one for name in cutter.gathering() for one in cutter.whole_in(name)]:
+            mark_partial(parameter, False)
     cutter.hooks += PackedUseCheck(model).hook(model)
     return CutModel(model, regions, (same, *cutter.hooks, *_check_gradients(model, axis)))
 

@@ -45,6 +45,9 @@ class Speeds:
 
     matmul: Mapping[str, MatmulRates]  # by dtype, one of DTYPES
     device_memory: float  # that kernels read and write
+    # elements a second of kernels over tensors with gaps, or whose elements are in different orders, for each byte a
+    # second of device_memory
+    strided_share: float = 0.055
     copy_up: float = 25e9  # from host memory to the device
     copy_down: float = 25e9
     inside: float = 100e9  # that a rank receives from ranks of its node
@@ -64,7 +67,7 @@ class Speeds:
     def __post_init__(self) -> None:
         for name in (
             *("device_memory", "copy_up", "copy_down", "inside", "between", "host_update", "disk_read", "disk_write"),
-            *("attention_share", "out_of_place_share", "eight_bit_share"),
+            *("attention_share", "strided_share", "out_of_place_share", "eight_bit_share"),
         ):
             if not getattr(self, name) > 0:
                 raise ShardwellError(f"the speed {name} is {getattr(self, name)}: expected more than 0")

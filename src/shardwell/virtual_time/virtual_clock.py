@@ -189,9 +189,21 @@ class VirtualClock:
 
     # -------------------------------------------------------------------------------------------------------- work
 
-    def kernel(self, num_bytes: int, flops: float = 0.0, dtype: str = "bf16", *, is_attention: bool = False) -> None:
-        """Add a kernel to the current stream: it takes the time of its bytes or of its FLOPs, whichever is longer."""
-        speeds, seconds = self.speeds, num_bytes / self.speeds.device_memory
+    def kernel(
+        self,
+        num_bytes: int,
+        flops: float = 0.0,
+        dtype: str = "bf16",
+        *,
+        is_attention: bool = False,
+        num_strided: int = 0,
+    ) -> None:
+        """Add a kernel to the current stream: it takes the time of its bytes or of its FLOPs, whichever is longer.
+
+        `num_strided`: the elements that it writes where its tensors have gaps or are in different orders.
+        """
+        speeds, seconds = self.speeds, max(num_bytes, num_strided / self.speeds.strided_share)
+        seconds /= speeds.device_memory
         if flops:
             rate = speeds.matmul_in(dtype).at(flops) * (speeds.attention_share if is_attention else 1.0)
             seconds, self.flops = max(seconds, flops / rate), self.flops + flops
