@@ -56,6 +56,23 @@ def test_two_streams_overlap_until_one_waits_for_the_other(clock: VirtualClock) 
     assert reasons(clock) == {COMPUTE: 6.0, UP: 2.0}
 
 
+def test_collectives_on_two_communicators_at_once_may_be_faster_than_one_after_the_other() -> None:
+    for share, expected in ((1.0, 12.0), (2.0, 8.0)):
+        clock = VirtualClock(replace(ONE, two_communicators=share, inside_seconds=1.0))
+        virtual_time.clock = clock
+        try:
+            gathers, reductions = virtual_stream(clock, "gathers"), virtual_stream(clock, "reductions")
+            with gathers.after_current():
+                clock.move("all-gather", 4, 0, 1)  # alone, with its latency: until 5
+            with reductions.after_current():
+                clock.move("reduce-scatter", 6, 0, 1)  # ready at 0, beside it
+                assert clock.stream.at == expected
+                clock.move("reduce-scatter", 2, 0, 1)  # alone again
+                assert clock.stream.at == expected + 3
+        finally:
+            virtual_time.clock = None
+
+
 def test_a_resource_does_one_work_at_a_time_and_fills_its_gaps(clock: VirtualClock) -> None:
     one, other = virtual_stream(clock, "one"), virtual_stream(clock, "other")
     clock.kernel(10)

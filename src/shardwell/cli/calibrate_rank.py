@@ -141,9 +141,11 @@ def figures(probe: Probe, path: str | None) -> Iterator[tuple[str, Any, str]]:
         for name in ("disk_read", "disk_write"):
             yield name, speed, "reads and writes at the same time, together, bypassing the page cache"
     if probe.size > 1:
-        latency, rate = _links(probe)
+        latency, rate, both = _links(probe)
         yield "inside", rate, f"all-gathers over {probe.size} ranks of this machine: what a rank receives"
         yield "inside_seconds", latency, f"small all-gathers over {probe.size} ranks of this machine"
+        if probe.on_gpu:
+            yield "two_communicators", both / rate, "all-gathers beside reduce-scatters on a communicator of their own"
 
 
 def _matmul(probe: Probe, dtype: torch.dtype) -> list[tuple[float, float]]:
@@ -311,14 +313,25 @@ def _disk(probe: Probe, path: Path) -> float:
     return found
 
 
-def _links(probe: Probe) -> tuple[float, float]:
-    """Return the seconds of a small all-gather, and the bytes per second that a rank receives in a large one."""
+def _links(probe: Probe) -> tuple[float, float, float]:
+    """Return the seconds of a small all-gather, the bytes per second that a rank receives in a large one, and in both.
+
+    Both are a large all-gather and a reduce-scatter at once, which have communicators of their own on a GPU.
+    """
     device, size = probe.device.torch_device, probe.size
     small = torch.zeros(size * 16, device=device)
     large = torch.zeros(size * ((1 << 24) if probe.on_gpu else (1 << 21)), device=device)
     latency = probe.seconds(lambda: probe.comm.all_gather(small, None).wait())
     seconds = probe.seconds(lambda: probe.comm.all_gather(large, None).wait())
-    return latency, large.nbytes * (size - 1) / size / max(seconds - latency, 1e-9)
+    received, sent, into = large.nbytes * (size - 1) / size, torch.zeros_like(large), torch.zeros_like(large[::size])
+
+    def both() -> None:
+        works = probe.comm.all_gather(large, None), probe.comm.reduce_scatter(sent, into, 1.0, False, None)
+        for work in works:
+            work.wait()
+
+    together = probe.seconds(both) if probe.on_gpu else seconds
+    return latency, received / max(seconds - latency, 1e-9), 2 * received / max(together - latency, 1e-9)
 
 
 def main() -> None:

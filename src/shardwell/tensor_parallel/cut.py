@@ -218,8 +218,11 @@ class Cutter:
     def _follow_copies(self, tied: TiedCopies, parameters: Mapping[str, nn.Parameter]) -> None:
         """Cut the copies of parameters that another pipeline stage has cut: the embedding of a last layer that is cut.
 
-        The ranks that hold the copies tell each other by sums along which dimensions theirs are cut.
+        The ranks that hold the copies tell each other by sums along which dimensions theirs are cut. In a simulation
+        nobody tells, and a plan that cuts one copy is taken to cut the other.
         """
+        if tied.comm.device.is_meta:
+            return
         names = sorted(name for name, parameter in parameters.items() if id(parameter) in tied.names)
         dims = [-1 if (part := part_of(parameters[name])) is None else part.dim for name in names]
         mine = torch.tensor([dim + 1.0 for dim in dims], device=tied.comm.device.torch_device)

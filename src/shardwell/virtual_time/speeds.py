@@ -51,6 +51,7 @@ class Speeds:
     copy_up: float = 25e9  # from host memory to the device
     copy_down: float = 25e9
     inside: float = 100e9  # that a rank receives from ranks of its node
+    two_communicators: float = 1.0  # rate of collectives on two communicators at once inside a node, over that of one
     between: float = 25e9  # that a rank receives from other nodes
     host_update: float = 50e9  # of a node: what optimizer steps in host memory read and write
     out_of_place_share: float = 0.7  # of `host_update`, where the update writes to other memory than it reads
@@ -67,7 +68,7 @@ class Speeds:
     def __post_init__(self) -> None:
         for name in (
             *("device_memory", "copy_up", "copy_down", "inside", "between", "host_update", "disk_read", "disk_write"),
-            *("attention_share", "strided_share", "out_of_place_share", "eight_bit_share"),
+            *("attention_share", "strided_share", "out_of_place_share", "eight_bit_share", "two_communicators"),
         ):
             if not getattr(self, name) > 0:
                 raise ShardwellError(f"the speed {name} is {getattr(self, name)}: expected more than 0")
