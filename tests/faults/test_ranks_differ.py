@@ -112,6 +112,13 @@ def test_a_rank_may_differ_in_what_is_its_own(ranks: Ranks, what: str) -> None:
     assert [answer["text"] for answer in ranks.run(2, train, HONEST[what])] == ["", ""]
 
 
+def test_replicas_are_not_updated_by_other_kernels_than_the_first(ranks: Ranks) -> None:
+    """At stage 0 every rank updates the whole model itself, and fused steps round otherwise."""
+    for answer in ranks.run(2, train, {"optimizer": {"fused": False, "weight_decay": 0.0}}, stage=0):
+        assert answer["error"] == "DivergenceError"
+        assert "optimizer's fused is False on rank 1 and True on rank 0" in answer["text"]
+
+
 def fail_to_initialize() -> dict[str, Any]:
     """Rank 1 cannot read its configuration."""
     config = {"zero_optimization": {"stage": 7 if dist.get_rank() == 1 else 2}}
@@ -129,7 +136,7 @@ def test_an_error_of_one_rank_in_initialize_is_told_to_all(ranks: Ranks) -> None
     assert "zero_optimization.stage" in first["text"]
 
 
-def change_a_rate(stage: int, name: str, groups: int, late: bool = False) -> dict[str, Any]:
+def change_a_rate(stage: int, name: str, groups: int, late: bool = False, value: float | bool = 0.05) -> dict[str, Any]:
     """After two steps rank 1 changes something alone. `late`: sums are read as from a GPU."""
     torch.manual_seed(0)
     model = Gpt()
@@ -144,7 +151,7 @@ def change_a_rate(stage: int, name: str, groups: int, late: bool = False) -> dic
     try:
         for batch in batches(5, 4):
             if taken == 2 and dist.get_rank() == 1:
-                engine.optimizer.param_groups[-1][name] = 0.05
+                engine.optimizer.param_groups[-1][name] = value
             engine.backward(engine(share(batch, dist.get_rank(), dist.get_world_size())))
             engine.step()
             taken += 1
@@ -160,6 +167,17 @@ def test_a_rate_that_changes_on_one_rank_stops_the_step(ranks: Ranks, stage: int
     for answer in ranks.run(2, change_a_rate, stage, name, groups):
         assert answer["error"] == "DivergenceError"
         assert f"optimizer's {name}{place} is 0.05 on rank 1 and" in answer["text"]
+        assert answer["taken"] == 2
+
+
+OPTIONS = {"eps": 0.05, "maximize": True, "amsgrad": True}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_any_option_that_changes_on_one_rank_stops_the_step(ranks: Ranks, name: str) -> None:
+    for answer in ranks.run(2, change_a_rate, 0, name, 1, value=OPTIONS[name]):
+        assert answer["error"] == "DivergenceError"
+        assert f"optimizer's {name} is {float(OPTIONS[name])} on rank 1 and" in answer["text"]
         assert answer["taken"] == 2
 
 

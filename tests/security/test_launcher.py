@@ -171,6 +171,18 @@ def test_a_name_that_means_another_address_on_each_node_is_refused(monkeypatch: 
         _own_address(LaunchTopology(1, 2, 2, "node0"))
 
 
+@pytest.mark.parametrize("name", ["0.0.0.0", "::", "0", "224.0.0.1"])
+def test_an_address_that_would_listen_on_all_interfaces_is_refused(name: str) -> None:
+    with pytest.raises(ShardwellError, match="is not the address of one machine"):
+        _own_address(LaunchTopology(1, 2, 2, name))
+
+
+@pytest.mark.parametrize("name", ["a" * 64, "node..cluster"])
+def test_what_cannot_be_a_host_name_is_refused_in_words(name: str) -> None:
+    with pytest.raises(ShardwellError, match=r"cannot be found .*; pass a host name"):
+        _own_address(LaunchTopology(1, 2, 2, name))
+
+
 # ------------------------------------------------------------------------------------------------- what is left behind
 
 SLEEP = "import os, sys, time\nopen(os.path.join(sys.argv[1], str(os.getpid())), 'w').close()\ntime.sleep(600)\n"

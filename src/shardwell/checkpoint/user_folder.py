@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from typing import Any
 
 from shardwell.errors import CheckpointError
@@ -16,9 +17,34 @@ def folder_named(given: Any, argument: str) -> str:
             "working directory)"
         )
     path = os.fsdecode(given)
-    if os.path.exists(path) and not os.path.isdir(path):
+    if _is_there(path, argument) and not os.path.isdir(path):
         raise CheckpointError(f"{argument}={path!r}: is a file; expected the path of a folder for checkpoints")
     return path
+
+
+def _is_there(path: str, argument: str) -> bool:
+    """Return whether a path exists; raise if that cannot be known, because training would begin from scratch."""
+    try:
+        os.stat(path)
+    except FileNotFoundError:
+        link = next((part for part in _with_parents(path) if os.path.islink(part) and not os.path.exists(part)), None)
+        if link is None:
+            return False
+        raise CheckpointError(
+            f"{argument}={path!r}: {link} is a link to {os.readlink(link)}, which is not there. Mount or make that "
+            "folder, or remove the link"
+        ) from None
+    except (OSError, ValueError) as error:
+        why = error.strerror if isinstance(error, OSError) else error
+        raise CheckpointError(f"{argument}={path!r}: cannot be looked at ({why})") from None
+    return True
+
+
+def _with_parents(path: str) -> Iterator[str]:
+    """Yield a path and the folders above it."""
+    while path and path != (above := os.path.dirname(path)):
+        yield path
+        path = above
 
 
 def nothing_in(root: str) -> str:

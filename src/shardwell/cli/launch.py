@@ -147,11 +147,18 @@ def _own_address(place: LaunchTopology) -> str:
         with socket.socket(family, kind, protocol) as probe:
             probe.connect(address)  # a datagram socket sends nothing
             own = str(probe.getsockname()[0])
-    except OSError as error:
+    except (OSError, UnicodeError) as error:  # the second: no part of a name is that long, or empty
+        why = error.strerror if isinstance(error, OSError) else "not a host name"
         raise ShardwellError(
-            f"--master-addr {place.master_addr}: cannot be found ({error.strerror}); pass a host name or address that "
-            "every node can reach"
+            f"--master-addr {place.master_addr}: cannot be found ({why}); pass a host name or address that every node "
+            "can reach"
         ) from None
+    if _is_of_no_machine(str(address[0])):
+        raise ShardwellError(
+            f"--master-addr {place.master_addr}: {address[0]} is not the address of one machine: the launcher there "
+            "would listen on all interfaces, and other nodes would not find it; pass the address that every node can "
+            "reach (`hostname -I` lists those of this node)"
+        )
     if _is_loopback(str(address[0])) and not _is_loopback_name(place.master_addr):
         raise ShardwellError(
             f"--master-addr {place.master_addr}: means {address[0]} on this node, which no other node can reach; pass "
@@ -162,6 +169,11 @@ def _own_address(place: LaunchTopology) -> str:
 
 def _is_loopback(address: str) -> bool:
     return ipaddress.ip_address(address.partition("%")[0]).is_loopback
+
+
+def _is_of_no_machine(address: str) -> bool:
+    found = ipaddress.ip_address(address.partition("%")[0])
+    return found.is_unspecified or found.is_multicast
 
 
 def _is_loopback_name(name: str) -> bool:

@@ -44,6 +44,7 @@ _OWN = {
     "shardwell.keep_last",
 }
 _HOW = {"params", "foreach", "fused", "capturable", "differentiable"}  # how a step is computed, not its result
+_ROUNDING = ("fused", "foreach")  # of these, those that change the last bits of a result
 _BATCH = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "train_batch_size")
 _LATER = {*_BATCH, "optimizer", "scheduler"}  # are compared once they are built, because arguments may replace them
 
@@ -64,11 +65,21 @@ def before_building(
 def once_built(engine: Engine) -> dict[str, Section]:
     """Describe what is known only after building: batch sizes, which a loader may set, optimizer and schedule."""
     optimizer, schedule = engine.optimizer, engine.lr_scheduler
+    words = {"class": "none"} if optimizer is None else optimizer_in_words(optimizer.inner)
+    if optimizer is not None and _has_replicas(engine):
+        words |= {name: str(optimizer.inner.defaults.get(name)) for name in _ROUNDING}
     return {
         "configuration": {key: str(getattr(engine.settings, key)) for key in _BATCH},
-        "optimizer's": {"class": "none"} if optimizer is None else optimizer_in_words(optimizer.inner),
+        "optimizer's": words,
         "schedule's": {"class": "none" if schedule is None else type(schedule).__name__},
     }
+
+
+def _has_replicas(engine: Engine) -> bool:
+    """Return whether several ranks update their own copies of a parameter, which must stay equal to the bit."""
+    roles, units = engine._context.roles, engine._scheduler.units
+    is_sharded = all(group.spec.optimizer.axis is not None for unit in units for group in unit.trainable)
+    return not is_sharded or roles.all.rank_group.size > roles.shard.rank_group.size
 
 
 def at_a_load(engine: Engine, options: Mapping[str, Any]) -> dict[str, Section]:

@@ -10,7 +10,7 @@ import logging
 import math
 import struct
 import zlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import Enum
 from typing import Any, NoReturn, Protocol
 
@@ -28,8 +28,8 @@ from shardwell.sharding import EngineContext
 
 FIRST_STEPS = 10  # steps in which gradients that are not finite mean that the run is broken from the start
 MOST_IN_A_ROW = 50  # consecutive skipped steps before a run is taken for broken
-# the hyperparameters that schedulers and users change between steps
-_COMPARED = ("lr", "weight_decay", "momentum", "betas")
+# options of parameter groups that say how a step is computed, not what its result is
+_NOT_COMPARED = frozenset({"params", "foreach", "fused", "capturable", "differentiable"})
 
 
 # ---------------------------------------------------------------------------------------------------------- norms
@@ -139,6 +139,7 @@ class HyperparameterCheck:
     def __init__(self, context: EngineContext, optimizer: Optimizer) -> None:
         self._context, self._optimizer = context, optimizer
         self._reads_later = context.device.has_streams
+        self._names: dict[tuple[str, ...], list[str]] = {}  # the options that are compared, by those of a group
         self._checksum = -1.0
         self._on_device: Tensor | None = None  # the checksum
         self._later: tuple[AsyncScalar, float] | None = None  # the sum of the last step, and the checksum then
@@ -151,8 +152,10 @@ class HyperparameterCheck:
                 self._raise_difference()
         numbers: list[float] = []
         for group in self._optimizer.param_groups:
-            for name in _COMPARED:
-                value = group.get(name)
+            if (names := self._names.get(keys := tuple(group))) is None:
+                names = self._names[keys] = _compared(group)
+            for name in names:
+                value = group[name]
                 if type(value) is float:
                     numbers.append(value)
                 elif type(value) is tuple and tuple(map(type, value)) == (float, float):
@@ -183,8 +186,7 @@ class HyperparameterCheck:
         return {
             f"{name}{f' of parameter group {number}' if several else ''}": repr(_numbers(group[name]))[1:-1]
             for number, group in enumerate(self._optimizer.param_groups)
-            for name in _COMPARED
-            if name in group
+            for name in _compared(group)
         }
 
 
@@ -193,6 +195,11 @@ def hyperparameter_checks(context: EngineContext, optimizer: Optimizer) -> list[
     agreement, ranks = context.roles.agreement, context.roles.all.rank_group
     is_on = (agreement is not None and agreement.store is not None) or (ranks.is_simulated and ranks.size > 1)
     return [HyperparameterCheck(context, optimizer)] if is_on else []
+
+
+def _compared(group: Mapping[str, Any]) -> list[str]:
+    """Return the options of a parameter group that all ranks must have alike, the learning rate first."""
+    return sorted(group.keys() - _NOT_COMPARED, key=lambda name: (name != "lr", name))
 
 
 def _numbers(value: Any) -> list[float]:
