@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import signal
 import subprocess
 import sys
 import time
@@ -15,7 +16,8 @@ import torch
 import torch.distributed as dist
 
 import shardwell
-from shardwell.parallel import heartbeat
+from shardwell.engine import exit_notice
+from shardwell.parallel import heartbeat, peer_failures
 from tests.support.command import environment
 from tests.support.models import Gpt, batches, share, zero
 from tests.support.patience import HANG, soon
@@ -55,6 +57,69 @@ def test_a_rank_that_is_slow_before_something_is_waited_for_and_named(ranks: Ran
     answers = ranks.run(2, one_is_slow, when, str(tmp_path))
     assert [answer["steps"] for answer in answers] == [2, 2]
     assert any("rank 0, which is in user code at tests/faults/test_slow_ranks.py:" in w for w in answers[1]["heard"])
+
+
+class Words(dict[str, bytes]):
+    """A store."""
+
+    def check(self, keys: list[str]) -> bool:
+        return all(key in self for key in keys)
+
+
+def test_a_rank_whose_process_is_stopped_is_said_to_be_so() -> None:
+    child = subprocess.Popen(["sleep", "600"])
+    try:
+        own = heartbeat.RankProcess.own()
+        process = heartbeat.RankProcess(own.space, child.pid, heartbeat._state_of(child.pid)[1])
+        said = {"moves": 3, "doing": "busy", "seconds": 0.0, "elsewhere": None, "process": process.words}
+        beats = heartbeat.Heartbeats.__new__(heartbeat.Heartbeats)
+        beats._store, beats._seen_of = Words({"pulse/1": json.dumps(said).encode()}), {}
+        sign = beats.of(1)
+        assert sign is not None
+        assert not sign.is_stalled
+        child.send_signal(signal.SIGSTOP)
+        while not process.is_stopped:
+            time.sleep(0.01)
+        sign = beats.of(1)
+        assert sign is not None
+        assert sign.is_stalled
+        assert str(sign).startswith("stopped, by SIGSTOP or a debugger (it was busy)")
+    finally:
+        child.kill()
+        child.wait()
+
+
+def test_a_rank_that_sends_no_heartbeats_is_not_said_to_be_busy_only() -> None:
+    assert str(heartbeat.Heartbeat(3, "busy", 1.0, silence=2.0)) == "busy for 3 s"
+    assert heartbeat.Heartbeat(3, "busy", 1.0, silence=70.0).is_stalled
+    assert str(heartbeat.Heartbeat(3, "busy", 1.0, silence=70.0)) == "busy for 71 s, and sent no heartbeat for 70 s"
+
+
+def one_leaves_by_sys_exit(where: str) -> str:
+    """Rank 1 leaves in a hook of the model; its process ends then, and so does its engine here."""
+    torch.manual_seed(0)
+    model = Gpt()
+    config = zero(3, shardwell={"divergence_timeout": SHORT})
+    engine, *_ = shardwell.initialize(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), config=config)
+    if dist.get_rank() == 1:
+        block = next(module for module in model.modules() if isinstance(module, torch.nn.LayerNorm))
+        hooked = block.register_forward_hook if where == "forward" else block.register_full_backward_hook
+        hooked(lambda *_: sys.exit(3))
+    try:
+        engine.backward(engine(share(batches(1, 4)[0], dist.get_rank(), dist.get_world_size())))
+        engine.step()
+    except SystemExit:
+        exit_notice._tell_all()
+    except shardwell.PeerError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_a_rank_that_leaves_by_sys_exit_inside_of_the_engine_has_not_finished(ranks: Ranks, where: str) -> None:
+    words, _ = ranks.run(2, one_leaves_by_sys_exit, where)
+    assert f"rank 1 left by sys.exit(3) in {where}" in words
+    assert "number of batches" not in words
 
 
 def one_saves_alone(folder: str) -> dict[str, Any]:
@@ -134,6 +199,25 @@ def test_engines_of_an_earlier_process_group_do_not_hide_that(ranks: Ranks) -> N
     ranks.run(2, leave_engines)
     answers = ranks.run(2, cross, 2.0)
     assert "DivergenceError" in {answer["error"] for answer in answers}
+
+
+class Pulse:
+    """Heartbeats that find one more process ended each time."""
+
+    def __init__(self, *found: list[int]) -> None:
+        self._found = list(found)
+
+    def lost(self) -> list[int]:
+        return self._found.pop(0) if len(self._found) > 1 else self._found[0]
+
+
+@pytest.mark.parametrize(
+    "found", [([], [], [0]), ([2], [2, 0])], ids=["its connections close first", "a peer followed"]
+)
+def test_the_rank_that_held_the_store_is_the_one_that_is_gone(found: tuple[list[int], ...]) -> None:
+    failures = peer_failures.PeerFailures(1, (0, 1, 2), lambda: None)
+    failures._pulse = Pulse(*found)  # type: ignore[assignment]
+    assert "rank 0 is gone" in str(failures.without_store(RuntimeError("Connection reset by peer")))
 
 
 @pytest.mark.slow

@@ -8,7 +8,7 @@ import weakref
 from typing import TYPE_CHECKING
 
 from shardwell.parallel import Agreement
-from shardwell.parallel.peer_failures import Departure
+from shardwell.parallel.peer_failures import FINISHED, Departure
 
 if TYPE_CHECKING:
     from shardwell.engine.engine import Engine
@@ -36,7 +36,7 @@ def tell(agreement: Agreement, num_batches: int, *, is_exit: bool = False) -> No
 
 def _words(num_batches: int) -> str:
     error = getattr(sys, "last_value", None)  # set by Python before it exits
-    how = "finished" if error is None else f"ended with {type(error).__name__} ({error})"
+    how = FINISHED if error is None else f"ended with {type(error).__name__} ({error})"
     return f"{how} after {num_batches} {'batch' if num_batches == 1 else 'batches'}"
 
 

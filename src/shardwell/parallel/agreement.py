@@ -249,10 +249,10 @@ class Agreement:
         return self.signs_behind()
 
     def signs_behind(self) -> dict[int, Heartbeat]:
-        """Return the heartbeats of the ranks that have announced less than this rank."""
+        """Return the heartbeats of the ranks that have announced less than this rank, or do not run at all."""
         signs = {rank: self.sign_of(rank) for rank in self.ranks if rank != self.rank}
         known = {rank: sign for rank, sign in signs.items() if sign is not None}
-        return {rank: sign for rank, sign in known.items() if sign.moves < self.tokens.num_announced}
+        return {rank: sign for rank, sign in known.items() if sign.moves < self.tokens.num_announced or sign.is_stalled}
 
     def _check(self, written: str, token: str) -> None:
         rank, _, theirs = written.partition(" ")
@@ -286,6 +286,9 @@ class Agreement:
         try:
             yield
         except _StopRecomputationError:
+            raise
+        except SystemExit as leaving:
+            self.failures.departure.note_exit(f"left by sys.exit({leaving.code!r}) in {where}")
             raise
         except Exception as error:
             if not isinstance(error, (PeerError, NonFiniteError, *common)):

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from shardwell.parallel.agreement import Agreement
 
 INTERVAL = 1.0  # seconds between two heartbeats
+_EARLY = 10.0  # seconds after its start in which a rank looks often for the processes of others
+_SILENT = 10.0  # seconds without a heartbeat that are told of
 _LONGEST_END = 20.0  # seconds: on a busy machine the thread may get no time for a while
 _RANKS_PER_INTERVAL = 256  # with more ranks, heartbeats are less frequent: one process holds the store
 
@@ -38,9 +40,19 @@ class Heartbeat:
     doing: str
     seconds: float  # for which it has been doing that
     elsewhere: tuple[int, int] | None = None  # another engine in which it waits for others, and its moves there
+    silence: float = 0.0  # seconds for which this has been its last heartbeat
+    is_stopped: bool = False  # its process is stopped: by a signal, or in a debugger
+
+    @property
+    def is_stalled(self) -> bool:
+        """Return whether the rank's process does not run, so that what it has announced may not come."""
+        return self.is_stopped or self.silence >= _SILENT
 
     def __str__(self) -> str:
-        return f"{self.doing} for {self.seconds:.0f} s"
+        if self.is_stopped:
+            return f"stopped, by SIGSTOP or a debugger (it was {self.doing}); `kill -CONT` lets its process go on"
+        words = f"{self.doing} for {self.seconds + self.silence:.0f} s"
+        return words if self.silence < _SILENT else f"{words}, and sent no heartbeat for {self.silence:.0f} s"
 
 
 class Heartbeats:
@@ -63,7 +75,8 @@ class Heartbeats:
         self._since = time.monotonic()
         self._processes: dict[int, RankProcess] = {}  # of other ranks on this machine
         self._asked: set[int] = {(rank + 1) % size, (rank - 1) % size, 0} - {rank}  # their processes are not known yet
-        self._next = 0.0
+        self._next, self._began = 0.0, time.monotonic()
+        self._seen_of: dict[int, tuple[bytes, float]] = {}  # the last heartbeat of each rank, and when it was new
         _heart.take(self)
 
     # --------------------------------------------------------------------------------------------- of this rank
@@ -75,7 +88,7 @@ class Heartbeats:
             return False  # the engine has ended, or begun again after a failure
         now = time.monotonic()
         if now < self._next:
-            return True
+            return self._learn_early()
         self._next = now + INTERVAL * max(1.0, self._size / _RANKS_PER_INTERVAL)
         seen = agreement.tokens.num_announced, agreement.is_waiting
         if seen != self._seen:
@@ -112,6 +125,19 @@ class Heartbeats:
             return f"waiting in '{agreement.tokens.last}'"
         return thread_location(self._thread_state) if seconds >= INTERVAL else "busy"
 
+    def _learn_early(self) -> bool:
+        """Look for processes that are not known yet, between heartbeats; return false if the store has ended."""
+        try:
+            self._learn_processes()
+        except RuntimeError:
+            return False
+        return True
+
+    @property
+    def is_new(self) -> bool:
+        """Return whether processes of other ranks are still looked for: a rank may end within its first second."""
+        return bool(self._asked) and time.monotonic() - self._began < _EARLY and self._size <= _RANKS_PER_INTERVAL
+
     def _learn_processes(self) -> None:
         for rank in list(self._asked):
             if self._store.check([key := f"pulse/{rank}"]):
@@ -130,9 +156,14 @@ class Heartbeats:
         """Return the last heartbeat of another rank; None if it never wrote one."""
         if not self._store.check([f"pulse/{rank}"]):
             return None
-        said = json.loads(self._store.get(f"pulse/{rank}"))
+        text, now = self._store.get(f"pulse/{rank}"), time.monotonic()
+        if self._seen_of.get(rank, (b"", 0.0))[0] != text:
+            self._seen_of[rank] = text, now
+        said = json.loads(text)
         elsewhere = tuple(said["elsewhere"]) if said["elsewhere"] else None
-        return Heartbeat(said["moves"], said["doing"], said["seconds"], elsewhere)
+        silence, process = now - self._seen_of[rank][1], RankProcess(*said["process"])
+        is_stopped = process.is_near and process.is_stopped
+        return Heartbeat(said["moves"], said["doing"], said["seconds"], elsewhere, silence, is_stopped)
 
     def crosses(self, sign: Heartbeat) -> bool:
         """Return whether a rank waits in another engine for what this rank, which waits here, has not begun there."""
@@ -173,6 +204,12 @@ class RankProcess:
         """Return whether the process has ended."""
         letter, started = _state_of(self.pid)
         return letter in ("", "Z", "X") or started != self.started
+
+    @property
+    def is_stopped(self) -> bool:
+        """Return whether the process exists and does not run until it gets a signal."""
+        letter, started = _state_of(self.pid)
+        return letter in ("T", "t") and started == self.started
 
 
 _own: RankProcess | None = None
@@ -229,7 +266,7 @@ class _HeartbeatThread:
     def _run(self) -> None:
         pause = 0.0
         while not self._stop.wait(pause):
-            pause = INTERVAL / 2
+            pause = INTERVAL / 20 if any(pulse.is_new for pulse in self._pulses) else INTERVAL / 2
             for pulse in list(self._pulses):
                 if not pulse.beat():
                     with self._lock:

@@ -16,10 +16,16 @@ from shardwell.errors import DivergenceError, PeerError, ShardwellError
 from shardwell.parallel.heartbeat import Heartbeats
 from shardwell.parallel.rank_store import Pause, RankStore
 
+_NOTICED = 2.0  # seconds in which the end of a process shows, once its connections are closed
 _FAILURE = "failure"
 _END, _ANY = "end", "any"
 _AFTER = "after"  # under it ranks are counted that have ended an engine that has failed
 _WHY_NOT = f"{_AFTER}/why not"  # the first reason why they cannot go on
+FINISHED = "finished"  # how a rank ended that had no more to do
+_UNEVEN = (
+    "Give all ranks the same number of batches (drop_last of a DataLoader, or a DistributedSampler), or run the loop "
+    "inside `with engine.join():`, where ranks may have different numbers of them."
+)
 _NO_RETURN = (
     "All ranks stop where one fails, because the others wait for what it would bring: an error that is caught does not "
     "bring this engine back. Start again from the last checkpoint, and leave out what may fail (a bad batch, say) "
@@ -37,14 +43,21 @@ class Departure:
         self._rank = rank
         self._store: Any = None
         self._num_announced: Callable[[], int] = lambda: 0
+        self._exit = ("", 0)  # where the script left this rank inside of the engine, and the tokens announced by then
         self.is_over = False  # this rank takes part in no more collectives, and has said so
 
     def use_store(self, store: Any, num_announced: Callable[[], int]) -> None:
         """Leave the message in this store, with the number of tokens that this rank has announced by then."""
         self._store, self._num_announced = store, num_announced
 
+    def note_exit(self, words: str) -> None:
+        """Remember that the script leaves inside of the engine: `words` are the reason, if it takes part in no more."""
+        self._exit = words, self._num_announced()
+
     def leave(self, words: str) -> None:
         """Leave a message that this rank takes part in nothing more, and how it ended."""
+        inside, num_then = self._exit
+        words = inside if inside and num_then == self._num_announced() else words
         self._store.set(f"{_END}/{self._rank}", f"{self._num_announced()} {words}")
         self._store.set(f"{_END}/{_ANY}", "")  # only now other ranks look for it
 
@@ -190,11 +203,8 @@ class PeerFailures:
         words = [(rank, *board.get(f"{_END}/{rank}").partition(" ")[::2]) for rank in ended]
         if not (said := "; ".join(f"rank {rank} {how}" for rank, moves, how in words if int(moves) < needed)):
             return None
-        return (
-            f"{said}; rank {self._rank} goes on and waits for what it would bring. Give all ranks the same number "
-            "of batches (drop_last of a DataLoader, or a DistributedSampler), or run the loop inside `with "
-            "engine.join():`, where ranks may have different numbers of them."
-        )
+        said = f"{said}; rank {self._rank} goes on and waits for what it would bring."
+        return f"{said} {_UNEVEN}" if any(how.startswith(FINISHED) for _, _, how in words) else said
 
     def _lost(self) -> list[int]:
         """Return the ranks whose processes are known to have ended."""
@@ -205,7 +215,7 @@ class PeerFailures:
 
         If it left none, other ranks may have no link to the failed rank and wait for this one: they are told.
         """
-        deadline, words = time.monotonic() + 2.0, f"rank {self._rank}: a peer stopped answering: {error}"
+        deadline, words = time.monotonic() + _NOTICED, f"rank {self._rank}: a peer stopped answering: {error}"
         while time.monotonic() < deadline:
             try:
                 self.check()
@@ -219,8 +229,11 @@ class PeerFailures:
 
     def without_store(self, error: Exception) -> ShardwellError:
         """Return the error for a store that has ended with the process that holds it."""
-        if lost := self._lost():
-            words = f"{_gone(lost[0])}, and the store that ranks leave words in has gone, too"
+        deadline = time.monotonic() + _NOTICED
+        while 0 not in (lost := self._lost()) and time.monotonic() < deadline:
+            time.sleep(0.05)  # its connections close before its process is gone
+        if lost:  # of several, rank 0 is the first cause: it holds the store, unless a launcher does
+            words = f"{_gone(min(lost))}, and the store that ranks leave words in has gone, too"
         else:
             words = (
                 f"rank {self._rank}: a peer stopped answering. The store that ranks leave words in is gone: the "

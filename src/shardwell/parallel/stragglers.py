@@ -102,7 +102,7 @@ class Stragglers:
     def __init__(self, agreement: Agreement) -> None:
         self._agreement = agreement
         self._begin = time.monotonic()
-        self._next = agreement.time_limit
+        self._next = agreement.time_limit / 2  # before the first report, so that it knows which ranks are silent
         self._report = WaitReports(agreement.time_limit)
 
     def look(self) -> None:
@@ -110,7 +110,7 @@ class Stragglers:
         waited = time.monotonic() - self._begin
         if waited < self._next:
             return
-        self._next = waited + _LONGEST_PAUSE
+        self._next = waited + min(waited, _LONGEST_PAUSE)
         behind = self._agreement.behind()
         for rank, sign in behind.items():
             if self._agreement.is_crossed_by(sign):
