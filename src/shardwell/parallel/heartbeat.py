@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from shardwell.parallel.agreement import Agreement
 
 INTERVAL = 1.0  # seconds between two heartbeats
-_EARLY = 10.0  # seconds after its start in which a rank looks often for the processes of others
 _SILENT = 10.0  # seconds without a heartbeat that are told of
 _LONGEST_END = 20.0  # seconds: on a busy machine the thread may get no time for a while
 _RANKS_PER_INTERVAL = 256  # with more ranks, heartbeats are less frequent: one process holds the store
@@ -75,7 +74,7 @@ class Heartbeats:
         self._since = time.monotonic()
         self._processes: dict[int, RankProcess] = {}  # of other ranks on this machine
         self._asked: set[int] = {(rank + 1) % size, (rank - 1) % size, 0} - {rank}  # their processes are not known yet
-        self._next, self._began = 0.0, time.monotonic()
+        self._next = 0.0
         self._seen_of: dict[int, tuple[bytes, float]] = {}  # the last heartbeat of each rank, and when it was new
         _heart.take(self)
 
@@ -136,7 +135,7 @@ class Heartbeats:
     @property
     def is_new(self) -> bool:
         """Return whether processes of other ranks are still looked for: a rank may end within its first second."""
-        return bool(self._asked) and time.monotonic() - self._began < _EARLY and self._size <= _RANKS_PER_INTERVAL
+        return bool(self._asked) and self._size <= _RANKS_PER_INTERVAL
 
     def _learn_processes(self) -> None:
         for rank in list(self._asked):
