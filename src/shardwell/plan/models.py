@@ -215,6 +215,9 @@ def from_function(place: str) -> tuple[nn.Module, Any]:
         function = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError) as error:
         raise ConfigError(f"{place}: cannot be imported ({error})") from None
+    except Exception as error:
+        words = " ".join(str(error).split())
+        raise ConfigError(f"{place}: {module} raised {type(error).__name__} when it was imported: {words}") from error
     if not callable(function):
         raise ConfigError(f"{place}: is a {type(function).__name__}, expected a function that returns a module")
     try:
