@@ -263,7 +263,7 @@ def naming_inputs(inputs: Any) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        own, torch_files = (module.__file__.rsplit("/", 1)[0] for module in (shardwell, torch))
+        own, torch_files = shardwell.__file__.rsplit("/", 1)[0], torch.__file__.rsplit("/", 1)[0]
         frames = [
             frame
             for frame in traceback.extract_tb(error.__traceback__)
