@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -118,6 +119,34 @@ def test_bad_input_is_one_sentence(arguments: tuple[str, ...], says: str) -> Non
     assert code == 2
     assert says in text
     assert "\n" not in text.strip()
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("def build(:", "raised SyntaxError when it was imported: invalid syntax"),
+        (
+            "import torch\nbuild = lambda: torch.nn.Linear(4, 4)",
+            "0: (1, 8) of int64; a function of your own may return",
+        ),
+        (
+            "import torch\nclass Model(torch.nn.Linear):\n    def forward(self, x):\n        return x.nothing\n"
+            "build = lambda: Model(4, 4)",
+            "own.py:4 (return x.nothing): 'Tensor' object has no attribute 'nothing'",
+        ),
+    ],
+)
+def test_a_module_of_this_folder_is_found_and_what_it_raises_is_one_sentence(
+    text: str, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = f"{tmp_path.name}_own".replace("-", "_")  # not in sys.modules yet
+    (tmp_path / f"{name}.py").write_text(text)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [one for one in sys.path if one])
+    code, found = planned(f"{name}:build", "--gpus", "2", "--seq", "8")
+    assert code == 2
+    assert says in found
+    assert "\n" not in found.strip()
 
 
 @pytest.mark.parametrize(

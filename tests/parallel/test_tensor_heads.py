@@ -36,7 +36,7 @@ RIGHT: dict[str, Callable[[Tensor], Tensor]] = {
 class Attention(nn.Module):
     """Attention that divides its projections in a way of its own."""
 
-    def __init__(self, heads: Callable[[Tensor], Tensor], shared: bool = False, packed: bool = False) -> None:
+    def __init__(self, heads: Callable[[Tensor], Tensor], shared: bool = False, packed: str = "") -> None:
         super().__init__()
         self.num_heads = HEADS
         kept = SIZE if shared else WIDTH
@@ -48,7 +48,10 @@ class Attention(nn.Module):
         self.heads, self.shared, self.packed = heads, shared, packed
 
     def forward(self, x: Tensor) -> Tensor:
-        projections = self.qkv(x).chunk(3, -1) if self.packed else (self.q(x), self.k(x), self.v(x))
+        if self.packed:
+            projections = self.qkv(x).chunk(3, -1) if self.packed == "chunk" else self.qkv(x).split(WIDTH, -1)
+        else:
+            projections = self.q(x), self.k(x), self.v(x)
         q, k, v = (self.heads(one).transpose(1, 2) for one in projections)
         if self.shared:
             k, v = (one.expand(-1, q.shape[1], -1, -1) for one in (k, v))
@@ -98,27 +101,28 @@ def losses_or_words() -> list[str]:
     for heads in (*SHAPES.values(), *RIGHT.values()):
         engine = started(cut, heads=heads)
         found.append(told(lambda: float(engine(rows(0)).detach()), engine))  # noqa: B023
-    for name in ("number", "size"):
+    for name, divides in (("number", "chunk"), ("size", "split"), ("size", "chunk")):
         heads = {**SHAPES, **RIGHT}[name]
-        engine = started(packed, heads=heads, packed=True)
+        engine = started(packed, heads=heads, packed=divides)
         found.append(told(lambda: float(engine(rows(0)).detach()), engine))  # noqa: B023
     return found
 
 
 def test_outputs_of_cut_layers_are_not_divided_into_the_heads_of_whole_ones(ranks: Ranks) -> None:
     plain = {}
-    for packed in (False, True):
+    for packed in ("", "chunk"):
         torch.manual_seed(0)
         plain[packed] = float(Model(heads=RIGHT["size"], packed=packed).double()(rows(0)).detach())
     first, second = ranks.run(2, losses_or_words)
     assert first == second
-    *wrong, size, own, wrong_packed, right_packed = first
+    *wrong, size, own, wrong_packed, wrong_split, right_packed = first
     for name, words in zip(SHAPES, wrong, strict=True):
         assert "'blocks.0.q.weight'" in words, name
         assert f"with {HEADS} heads" in words
         assert f"view(..., -1, {SIZE})" in words
     assert f"with {HEADS} heads" in wrong_packed
-    for loss, packed in ((size, False), (own, False), (right_packed, True)):
+    assert f"divided by split into blocks of {WIDTH} as if it were whole" in wrong_split
+    for loss, packed in ((size, ""), (own, ""), (right_packed, "chunk")):
         assert abs(float(loss) - plain[packed]) < 1e-12
 
 

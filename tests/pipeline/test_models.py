@@ -39,6 +39,13 @@ DECODERS: dict[str, Callable[[], nn.Module]] = {
     "gpt2": lambda: transformers.GPT2LMHeadModel(
         transformers.GPT2Config(**SMALL, n_embd=16, n_layer=4, n_head=2, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0)
     ),
+    # Blocks that return tuples, and a norm that is registered before the blocks.
+    "bloom": lambda: transformers.BloomForCausalLM(
+        transformers.BloomConfig(**SMALL, hidden_size=16, n_layer=4, n_head=2)
+    ),
+    "opt": lambda: transformers.OPTForCausalLM(
+        transformers.OPTConfig(**SMALL, **HEADS, ffn_dim=24, word_embed_proj_dim=16, dropout=0)
+    ),
 }
 
 
@@ -79,12 +86,12 @@ def train_decoders() -> dict[str, list[float]]:
     for number, (name, build) in enumerate(DECODERS.items()):
         block = {
             "stages": 2,
-            "schedule": ("1f1b", "zb-h1", "1f1b")[number],
+            "schedule": "zb-h1" if number == 1 else "1f1b",
             "activation_checkpoint_interval": number % 2,
         }
         model = made(build)
         engine, *_ = shardwell.initialize(
-            model=model, config={**pipeline_config(3 - number, "1f1b"), "pipeline": block}
+            model=model, config={**pipeline_config(3 - number % 3, "1f1b"), "pipeline": block}
         )
         rows = dictionaries(STEPS, engine.data_rank)
         found[name] = [float(engine.train_batch(rows)) for _ in range(STEPS)]

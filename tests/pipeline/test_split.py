@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from shardwell.errors import ConfigError, ShardwellError
 from shardwell.pipeline import LayerSpec, PipelineModule, split
@@ -51,7 +51,28 @@ def test_divisions_that_cannot_be_are_refused(method: str, stages: int, words: s
         divide(method, [LayerCost(1, 1)] * 9, ["Block"] * 9, stages)
 
 
-@pytest.mark.parametrize("build", [chain, Decoder, lambda: Decoder(tied=True)], ids=["chain", "decoder", "tied"])
+def ends_first() -> nn.Module:
+    """A decoder whose norm and head are registered before its blocks."""
+    model = Decoder()
+    model._modules = {name: model._modules[name] for name in ("norm", "head", "tokens", "places", "blocks")}
+    return model
+
+
+class InSteps(Decoder):
+    """A decoder whose forward does not name its modules."""
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.run(ids)
+
+    def run(self, ids: Tensor) -> Tensor:
+        return super().forward(ids)
+
+
+@pytest.mark.parametrize(
+    "build",
+    [chain, Decoder, lambda: Decoder(tied=True), ends_first],
+    ids=["chain", "decoder", "tied", "registered in another order"],
+)
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_stages_one_after_another_are_the_model(build: Any, ranks: int) -> None:
     torch.manual_seed(0)
@@ -73,6 +94,22 @@ def test_stages_one_after_another_are_the_model(build: Any, ranks: int) -> None:
             assert sum(1 for _ in divided.model.parameters()) < sum(1 for _ in model.parameters())
     assert torch.equal(hidden, expected)
     assert names == {name for name, _ in model.named_parameters()}
+
+
+@pytest.mark.parametrize("order", [("norm", "tokens", "places", "blocks", "head"), ("places", "blocks", "tokens")])
+@pytest.mark.parametrize("stage", [0, 1])
+def test_a_module_that_runs_on_the_other_side_of_the_blocks_is_refused(order: tuple[str, ...], stage: int) -> None:
+    model = InSteps()
+    rest = [name for name in model._modules if name not in order]
+    model._modules = {name: model._modules[name] for name in (*order, *rest)}
+    divided = split(model)
+    modules = StageModules(divided.layers, divided.borders(2, "best"), stage, 2)
+    hidden = torch.zeros(2, LENGTH, WIDTH) if stage else None
+    with (
+        pytest.raises(ShardwellError, match=r"'(norm|tokens)' runs (before|after) the blocks and is registered"),
+        modules.running(stage, hidden),
+    ):
+        divided.model(torch.zeros(2, LENGTH, dtype=torch.long))
 
 
 def test_a_tied_parameter_keeps_its_first_name_where_its_layer_is_not() -> None:

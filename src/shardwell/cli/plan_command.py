@@ -6,6 +6,8 @@ import contextlib
 import gc
 import json
 import logging
+import os
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -126,6 +128,8 @@ def plan(
         raise ConfigError(f"--html {html}: its folder does not exist")
     machine = with_speeds(_machine(gpu, gpus, nodes, host_memory, disk), gpu, link, drive, measured)
     num_tokens = None if tokens is None else parse_count(tokens, "--tokens")
+    if ":" in model and os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())  # as `python -m` has it: a module in this folder is found
     subject = model_named(model)
     if recompute is not None and not subject.has_choices:
         raise ConfigError(f"--recompute and --keep are for presets and configurations: {model} decides it itself")

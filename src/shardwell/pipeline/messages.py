@@ -59,9 +59,10 @@ class HiddenForm:
 
     tensors: tuple[TensorForm, ...]
     is_tuple: bool
+    wraps: bool = False  # layers return tuples, of which the model takes the first element
 
     @classmethod
-    def of(cls, hidden: Hidden, stage: int) -> HiddenForm:
+    def of(cls, hidden: Hidden, stage: int, *, wraps: bool = False) -> HiddenForm:
         """Return the form of what a stage returned; raise if it cannot be sent."""
         tensors = (hidden,) if isinstance(hidden, Tensor) else hidden
         if not isinstance(tensors, tuple) or not all(isinstance(tensor, Tensor) for tensor in tensors):
@@ -76,23 +77,24 @@ class HiddenForm:
                 f"stage {stage} of the pipeline returned {len(forms)} tensors of {', '.join(strange) or 'many'} "
                 "dimensions, which cannot be sent to the next stage: return fewer, of usual dtypes"
             )
-        return cls(forms, isinstance(hidden, tuple))
+        return cls(forms, isinstance(hidden, tuple), wraps)
 
     def numbers(self) -> list[int]:
         """Return the form as integers, of which every message has the same number."""
-        found = [len(self.tensors), int(self.is_tuple), *chain.from_iterable(form.numbers() for form in self.tensors)]
+        kind = self.is_tuple + 2 * self.wraps
+        found = [len(self.tensors), kind, *chain.from_iterable(form.numbers() for form in self.tensors)]
         return found + [0] * (_HEADER - len(found))
 
     @classmethod
     def read(cls, numbers: Sequence[int]) -> HiddenForm:
         """Return the form that integers describe."""
-        count, is_tuple, *rest = numbers
+        count, kind, *rest = numbers
         forms = []
         for _ in range(count):
             dtype, requires_grad, ndim, *rest = rest
             forms.append(TensorForm(tuple(rest[:ndim]), _DTYPES[dtype], bool(requires_grad)))
             rest = rest[ndim:]
-        return cls(tuple(forms), bool(is_tuple))
+        return cls(tuple(forms), bool(kind & 1), bool(kind & 2))
 
     def empty(self, device: torch.device) -> list[Tensor]:
         """Return memory for the tensors."""
@@ -136,9 +138,9 @@ class StageMessages:
         way = Pass.FORWARD if target > source else Pass.BACKWARD
         return source % self._num_ranks, target % self._num_ranks, way.value
 
-    def send_hidden(self, hidden: Hidden, stage: int, signature: Signature) -> HiddenForm:
-        """Start to send what a stage returned to the next one."""
-        form, known = HiddenForm.of(hidden, stage), self._forms.get((stage + 1, signature))
+    def send_hidden(self, hidden: Hidden, stage: int, signature: Signature, *, wraps: bool = False) -> HiddenForm:
+        """Start to send what a stage returned to the next one, which is told whether layers return tuples."""
+        form, known = HiddenForm.of(hidden, stage, wraps=wraps), self._forms.get((stage + 1, signature))
         channel = self._channel(stage, stage + 1)
         if known is None:
             self._forms[stage + 1, signature] = form

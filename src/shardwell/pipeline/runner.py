@@ -172,6 +172,7 @@ class PipelineRunner:
         else:
             arrival = run.arrivals.pop(one)
             tensors, form = arrival.wait(), arrival.form
+            self.modules.passage.wraps = form.wraps
             is_tuple = form.is_tuple
         if trains:
             for tensor in form.differentiable(tensors):
@@ -188,7 +189,8 @@ class PipelineRunner:
                 tensor.requires_grad_(single.requires_grad)
             run.local[one.stage + 1, one.micro_batch, True] = ahead
         else:
-            form = self._messages.send_hidden(output, one.stage, run.signatures[one.micro_batch])
+            wraps = self.modules.passage.wraps
+            form = self._messages.send_hidden(output, one.stage, run.signatures[one.micro_batch], wraps=wraps)
         return form.differentiable(tensors), form
 
     def _backward(self, run: BatchRun, one: Operation) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -115,8 +117,22 @@ def _block_list(model: nn.Module) -> str:
     return best
 
 
+def _is_named_later(parent: nn.Module, key: str, blocks: str) -> bool:
+    """Return whether a module's forward names a child for the first time after its blocks."""
+    try:
+        source = inspect.getsource(type(parent).forward)
+    except (OSError, TypeError):
+        return False
+    places = [re.search(rf"\bself\.{name}\b", source) for name in (key, blocks)]
+    return places[0] is not None and places[1] is not None and places[0].start() > places[1].start()
+
+
 def _around(model: nn.Module, blocks: str) -> tuple[list[Place], list[Place]]:
-    """Return the modules with parameters beside the list of blocks: those registered before it, and after it."""
+    """Return the modules with parameters beside the list of blocks: those that run before it, and after it.
+
+    The order is that of registration, but for modules that the forward names after the blocks; a module that runs on
+    the other side is an error then (`stage_modules.py`).
+    """
     before: list[Place] = []
     after: list[Place] = []
     parent, prefix, is_after = model, "", False
@@ -134,7 +150,8 @@ def _around(model: nn.Module, blocks: str) -> tuple[list[Place], list[Place]]:
             if key == step:
                 is_after = True
             elif child is not None and next(child.parameters(), None) is not None:
-                (found_after if is_after else before).append(Place(parent, key, prefix + key, child))
+                runs_after = is_after or _is_named_later(parent, key, step)
+                (found_after if runs_after else before).append(Place(parent, key, prefix + key, child))
         after = found_after + after
         parent, prefix = parent.get_submodule(step), f"{prefix}{step}."
         assert is_after or depth == len(path) - 1

@@ -16,7 +16,9 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+
+from shardwell.errors import ShardwellError
 
 Hidden = Any  # a tensor, or a tuple of tensors
 
@@ -26,6 +28,13 @@ class Passage:
 
     received: Hidden = None
     sent: Hidden = None
+    is_running = False  # a stage runs
+    is_inside = False  # a layer of it, or the exit from it, has been called
+    wraps = False  # layers take a tensor and return a tuple, of which the model takes the first element
+
+    def handed_on(self, hidden: Hidden) -> Any:
+        """Return what a layer of this model returns."""
+        return (hidden,) if self.wraps else hidden
 
 
 class PassThrough(nn.Module):
@@ -35,6 +44,29 @@ class PassThrough(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return args[0] if args else next(iter(kwargs.values()))
+
+
+class LayerElsewhere(PassThrough):
+    """Returns its first argument as layers return what they compute."""
+
+    def __init__(self, passage: Passage) -> None:
+        super().__init__()
+        self.__dict__["passage"] = passage
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.__dict__["passage"].handed_on(super().forward(*args, **kwargs))
+
+
+class LayerEntry(nn.Module):
+    """Returns the hidden state that this stage received, as layers return what they compute."""
+
+    def __init__(self, passage: Passage) -> None:
+        super().__init__()
+        self.__dict__["passage"] = passage
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        passage = self.__dict__["passage"]
+        return passage.handed_on(passage.received)
 
 
 class StageEntry(nn.Module):
@@ -56,8 +88,41 @@ class StageExit(PassThrough):
         self.__dict__["passage"] = passage
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        self.__dict__["passage"].sent = found = super().forward(*args, **kwargs)
-        return found
+        passage = self.__dict__["passage"]
+        passage.sent = super().forward(*args, **kwargs)
+        passage.is_inside = True
+        return passage.handed_on(passage.sent)
+
+
+def _checked(module: nn.Module, place: Place, passage: Passage, *, runs_after: bool) -> nn.Module:
+    """Let a module beside the layers, or what stands for it, raise if it runs on the other side of the layers."""
+
+    def check(*_: Any) -> None:
+        if passage.is_running and passage.is_inside is not runs_after:
+            now, then = ("before", "after") if runs_after else ("after", "before")
+            raise ShardwellError(
+                f"pipeline: '{place.name}' runs {now} the blocks and is registered {then} them, by which it got its "
+                f"stage. Register it {now} them: take all modules of '{place.name.rpartition('.')[0] or 'the model'}' "
+                "out and put them back in the order in which they run (module._modules)"
+            )
+
+    module.register_forward_pre_hook(check)
+    return module
+
+
+def _note_layer(passage: Passage, layer: nn.Module) -> None:
+    """Note that a stage's layer is called, and what it returns."""
+
+    def begin(*_: Any) -> None:
+        passage.is_inside = True
+
+    def look(_: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
+        given = args[0] if args else next(iter(kwargs.values()), None)
+        if isinstance(output, tuple) and isinstance(given, Tensor):
+            passage.wraps = True
+
+    layer.register_forward_pre_hook(begin)
+    layer.register_forward_hook(look, with_kwargs=True)
 
 
 @dataclass(frozen=True)
@@ -105,22 +170,38 @@ class StageModules:
         self.tied = self._find_tied(num_ranks)  # parameters that several ranks have, by name, each with its ranks
         self._roles = {stage: self._replacements(stage) for stage in self.stages}
         self._drop_others()
+        if self.num_stages > 1:
+            self._watch_order()
         layers.model.register_forward_hook(self._give_hidden)
         self._running = -1
 
     def _replacements(self, stage: int) -> list[tuple[Place, nn.Module]]:
         """Return the places of other stages, and what stands there while this stage runs."""
         layers, start, end = self.layers, self._borders[stage], self._borders[stage + 1]
-        entry, leave, through = StageEntry(self.passage), StageExit(self.passage), PassThrough()
+        entry, leave, through = (kind(self.passage) for kind in (LayerEntry, StageExit, LayerElsewhere))
         found: list[tuple[Place, nn.Module]] = []
         for index, place in enumerate(layers.places):
             if index < start:
                 found.append((place, entry if index == start - 1 else through))
             elif index >= end:
                 found.append((place, leave if index == end else through))
-        found += [(place, entry) for place in layers.before if stage > 0]
-        found += [(place, through) for place in layers.after if stage < self.num_stages - 1]
+        checked = partial(_checked, passage=self.passage)
+        if stage > 0:
+            found += [(one, checked(StageEntry(self.passage), one, runs_after=False)) for one in layers.before]
+        if stage < self.num_stages - 1:
+            found += [(one, checked(PassThrough(), one, runs_after=True)) for one in layers.after]
         return found
+
+    def _watch_order(self) -> None:
+        """Raise where a model calls a module beside its layers on their other side."""
+        layers, borders = self.layers, self._borders
+        for stage in self.stages:
+            for place in layers.places[borders[stage] : borders[stage + 1]] if not layers.is_chain else ():
+                _note_layer(self.passage, place.module)
+        for place in layers.before if 0 in self.stages else ():
+            _checked(place.module, place, self.passage, runs_after=False)
+        for place in layers.after if self.num_stages - 1 in self.stages else ():
+            _checked(place.module, place, self.passage, runs_after=True)
 
     def _find_tied(self, num_ranks: int) -> dict[str, tuple[int, ...]]:
         """Return the parameters that several ranks of the pipeline have, by name, each with its ranks."""
@@ -156,10 +237,12 @@ class StageModules:
         for place, hole in self._roles[stage]:
             place.put(hole)
         self.passage.received, self.passage.sent, self._running = received, None, stage
+        self.passage.is_running, self.passage.is_inside = True, False
         try:
             yield
         finally:
             self.passage.received = self.passage.sent = None
+            self.passage.is_running = False
             self._running = -1
             for place, module in before:
                 if module is None:

@@ -35,6 +35,8 @@ class DecoderSizes:
     tied: bool = False  # the last layer has the weights of the embedding
     qkv_bias: bool = False  # of a gated decoder, as Qwen2 has it
     head_norm: bool = False  # queries and keys of each head are normalised, as Qwen3 does
+    width_norm: bool = False  # all queries and all keys of a token are normalised together, as OLMo 2 does
+    norms: str = "before"  # attention and MLP; "after" them, as in OLMo 2, or "around" them, as in Gemma 2
     experts: int = 0  # of each block of a gated decoder; 0: its MLP is one for all tokens
     experts_of_token: int = 0
     shared_mlp: int = 0  # the inner size of an expert that all tokens go to, as Qwen2-MoE has it
@@ -104,25 +106,49 @@ class _Block(nn.Module):
         self.attend = sequence_parallel.DistributedAttention()  # a fused kernel, over whole sequences
         self.out = nn.Linear(sizes.heads * self._dim, sizes.hidden, bias=bias)
         self.head_norms = nn.ModuleList(nn.RMSNorm(self._dim) for _ in range(2)) if sizes.head_norm else None
+        widths = (sizes.heads * self._dim, kv * self._dim)
+        self.width_norms = nn.ModuleList(nn.RMSNorm(one) for one in widths) if sizes.width_norm else None
+        self.after = nn.ModuleList(_norm(sizes) for _ in range(2)) if sizes.norms == "around" else None
         self.mixture = _Mixture(sizes) if sizes.experts else None
         if self.mixture is None:
             self.gate = nn.Linear(sizes.hidden, inner, bias=False) if sizes.gated else None
             self.up, self.down = nn.Linear(sizes.hidden, inner, bias=bias), nn.Linear(inner, sizes.hidden, bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        y = self.first(x)
-        query, key, value = (self._by_head(layer(y)) for layer in (self.query, self.key, self.value))
+        is_after = self._sizes.norms == "after"
+        y = x if is_after else self.first(x)
+        query, key = (self._by_head(self._by_width(layer(y), at)) for at, layer in enumerate((self.query, self.key)))
+        value = self._by_head(self.value(y))
         if self.head_norms is not None:
             query, key = self.head_norms[0](query), self.head_norms[1](key)
         if not self._sizes.positions:
             query, key = _rotated(query), _rotated(key)
         mixed = self.attend(query, key, value, is_causal=True)
-        x = x + self.out(mixed.transpose(1, 2).flatten(2))
-        y = self.second(x)
+        x = x + self._ended(self.out(mixed.transpose(1, 2).flatten(2)), 0)
+        y = x if is_after else self.second(x)
         if self.mixture is not None:
             return torch.add(x, self.mixture(y))
         inner = F.gelu(self.up(y)) if self.gate is None else F.silu(self.gate(y)) * self.up(y)
-        return torch.add(x, self.down(inner))
+        return torch.add(x, self._ended(self.down(inner), 1))
+
+    def _ended(self, x: Tensor, at: int) -> Tensor:
+        """Normalise what attention (0) or the MLP (1) gives, in models that do."""
+        if self.after is not None:
+            x = self.after[at](x)
+        elif self._sizes.norms == "after":
+            x = (self.first, self.second)[at](x)
+        return x
+
+    def _by_width(self, x: Tensor, at: int) -> Tensor:
+        if self.width_norms is None:
+            return x
+        if x.shape[-1] != next(self.width_norms[at].parameters()).numel():
+            raise ConfigError(
+                "tensor_parallel.autotp_size: this model normalises all queries of a token together, and no tensor "
+                "axis can cut them; plan it without one, or with MODULE:FUNCTION"
+            )
+        found: Tensor = self.width_norms[at](x)
+        return found
 
     def _by_head(self, x: Tensor) -> Tensor:
         if x.shape[-1] % self._dim:

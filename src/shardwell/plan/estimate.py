@@ -24,7 +24,16 @@ from shardwell.offload.optimizer_swap import FEWEST_BUFFERS
 from shardwell.plan.axes import ranks_along
 from shardwell.plan.recording import Recording
 from shardwell.plan.report import PlanReport
-from shardwell.plan.simulation import FEWEST_STEPS, STEPS, BlockModel, StepCosts, along, on_meta, simulate
+from shardwell.plan.simulation import (
+    FEWEST_STEPS,
+    STEPS,
+    BlockModel,
+    StepCosts,
+    along,
+    naming_inputs,
+    on_meta,
+    simulate,
+)
 from shardwell.plan.stages import num_stages, of_stages
 from shardwell.plan.step_time import StepTime, extrapolated, simulate_time
 
@@ -263,7 +272,8 @@ def _forward(inputs: Inputs, loss: Callable[[Any], Tensor] | None) -> Callable[[
     given = tree_map(lambda one: one.to("meta") if isinstance(one, Tensor) else one, inputs)
 
     def forward(engine: Engine) -> Tensor:
-        output = engine(**given) if isinstance(given, Mapping) else engine(*given)
+        with naming_inputs(given):
+            output = engine(**given) if isinstance(given, Mapping) else engine(*given)
         return loss_of(output if loss is None else loss(output))
 
     return forward

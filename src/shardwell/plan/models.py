@@ -63,6 +63,7 @@ _OPTIONAL = {
 }
 _GATED = ("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "phi3", "olmo2", "granite", "smollm3")
 _PLAIN = ("gpt2", "gpt_neox", "opt", "bloom")
+_TIED = ("gpt2", "opt", "bloom", "gemma", "gemma2", "smollm3")  # unless the configuration says otherwise
 _SHARED_MLP = "shared_expert_intermediate_size"
 _MIXTURES = ("mixtral", "qwen2_moe", "qwen3_moe")
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
@@ -171,9 +172,11 @@ def _from_file(path: Path) -> DecoderSizes:
         **sizes,
         positions=positions if kind in ("gpt2", "opt") else 0,
         gated=is_gated,
-        tied=bool(found.get("tie_word_embeddings", not is_gated and kind != "gpt_neox")),
+        tied=bool(found.get("tie_word_embeddings", kind in _TIED)),
         qkv_bias=bool(found.get("qkv_bias", kind in ("qwen2", "qwen2_moe")) or found.get("attention_bias")),
         head_norm=kind in ("qwen3", "qwen3_moe"),
+        width_norm=kind == "olmo2",
+        norms={"gemma2": "around", "olmo2": "after"}.get(str(kind), "before"),
     )
 
 
@@ -215,6 +218,9 @@ def from_function(place: str) -> tuple[nn.Module, Any]:
         function = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError) as error:
         raise ConfigError(f"{place}: cannot be imported ({error})") from None
+    except Exception as error:
+        words = " ".join(str(error).split())
+        raise ConfigError(f"{place}: {module} raised {type(error).__name__} when it was imported: {words}") from error
     if not callable(function):
         raise ConfigError(f"{place}: is a {type(function).__name__}, expected a function that returns a module")
     try:

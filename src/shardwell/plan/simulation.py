@@ -254,6 +254,39 @@ def _costs(engine: Engine, peaks: Numbers, at_peak: Numbers, copies: Numbers) ->
     )
 
 
+_KERNELS = ("fused_kernels.py", "meta_kernels.py", "live_tensors.py", "kernel_times.py")  # between a model and torch
+
+
+@contextlib.contextmanager
+def naming_inputs(inputs: Any) -> Iterator[None]:
+    """Turn what a model's forward raises, such as TypeErrors and wrong sizes, into an error that names its inputs."""
+    try:
+        yield
+    except Exception as error:
+        own, torch_files = shardwell.__file__.rsplit("/", 1)[0], torch.__file__.rsplit("/", 1)[0]
+        frames = [
+            frame
+            for frame in traceback.extract_tb(error.__traceback__)
+            if not frame.filename.startswith(torch_files) and not frame.filename.endswith(_KERNELS)
+        ]
+        last = frames[-1]
+        is_ours = last.filename.startswith(own) and not last.filename.endswith("engine/engine.py")
+        if isinstance(error, ShardwellError) or is_ours or "meta" in str(error).lower():
+            raise
+        words = " ".join(str(error).split()).rstrip(".")
+        where = "" if last.filename.startswith(own) else f" at {last.filename}:{last.lineno} ({last.line})"
+        values = inputs.items() if isinstance(inputs, dict) else enumerate(inputs)
+        sizes = ", ".join(
+            f"{name}: {tuple(one.shape)} of {str(one.dtype).removeprefix('torch.')}"
+            for name, one in values
+            if isinstance(one, Tensor)
+        )
+        raise ShardwellError(
+            f"the model's forward raised {type(error).__name__}{where}: {words}. Its inputs were {sizes or 'none'}; a "
+            "function of your own may return (module, inputs) instead of a module"
+        ) from error
+
+
 @contextlib.contextmanager
 def naming_lines() -> Iterator[None]:
     """Turn the error of a model that asks for values, which do not exist, into one that names its line."""

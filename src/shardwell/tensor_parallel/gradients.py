@@ -37,8 +37,9 @@ class GradientCheck:
     def _noting(self, name: str) -> Any:
         def note(grad: Tensor | None) -> None:
             if grad is not None and name not in self._found:  # weight gradients may be computed late
-                wide = grad.detach().double()
-                self._found[name] = torch.stack([wide.norm(), wide.sum()])
+                grad, wide = grad.detach(), torch.promote_types(grad.dtype, torch.float32)  # without a wide copy
+                both = torch.linalg.vector_norm(grad, dtype=wide), grad.sum(dtype=wide)
+                self._found[name] = torch.stack(both).double()
 
         return note
 

@@ -68,6 +68,16 @@ class PackedUseCheck(FirstForwards):
                 f"packed_colwise:{number} for it, or packed_colwise with the sizes of the blocks"
             )
 
+        elif name in ("split", "split_with_sizes") and known.num_blocks > 1:
+            sizes = given.get("split_size_or_sections", args[1] if len(args) > 1 else 0)
+            total = sum(sizes) if isinstance(sizes, list | tuple) else sizes * known.num_blocks
+            if total == known.whole != values.shape[-1]:
+                raise ShardwellError(
+                    f"tensor_parallel.plan: the output of '{known.weight}' is divided by split into blocks of {sizes} "
+                    f"as if it were whole, and each of {known.num_parts} ranks has a part of each: let their sizes "
+                    "follow from the output, as chunk does, or divide the size in the module by the number of ranks"
+                )
+
     def after(self, name: str, args: tuple[Any, ...], found: Any) -> None:
         """Note what layers that are cut by columns have returned."""
         if name == "t" and isinstance(args[0], nn.Parameter):
