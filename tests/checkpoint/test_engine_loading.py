@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
@@ -73,6 +74,31 @@ def load_while_whole(root: str) -> list[bool]:
 
 def test_units_that_are_whole_take_what_is_loaded(ranks: Ranks, tmp_path: Path) -> None:
     assert all(equal for answer in ranks.run(2, load_while_whole, str(tmp_path)) for equal in answer)
+
+
+def save_to_folders_of_their_own(root: str) -> list[str]:
+    """Each rank names another folder, to save to and to load from; return what rank 1 is told, and what there is."""
+    heard: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: heard.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("shardwell").addHandler(handler)
+    try:
+        engine = alone()
+        step(engine)
+        engine.save_checkpoint(Path(root, str(torch.distributed.get_rank())), "one")
+        path, _ = engine.load_checkpoint(Path(root, str(torch.distributed.get_rank())))
+    finally:
+        logging.getLogger("shardwell").removeHandler(handler)
+    return [*heard, str(path), *sorted(one.name for one in Path(root).iterdir())]
+
+
+def test_a_rank_that_names_another_folder_is_told_that_it_is_not_used(ranks: Ranks, tmp_path: Path) -> None:
+    first, second = ranks.run(2, save_to_folders_of_their_own, str(tmp_path))
+    assert first == [str(tmp_path / "0" / "one"), "0"]
+    assert second[-2:] == first
+    saved, loaded = second[:-2]
+    assert saved == f"save_dir='{tmp_path}/1' of rank 1 is not used: all ranks use that of rank 0, '{tmp_path}/0'"
+    assert loaded == saved.replace("save_dir", "load_dir")
 
 
 def test_frozen_parameters_can_be_left_out(tmp_path: Path) -> None:

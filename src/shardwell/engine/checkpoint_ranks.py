@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import logging
+import os
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -45,14 +47,18 @@ class CheckpointRanks:
         self.agree(problem)
 
     def folder_named_by(self, given: Any, argument: str) -> str:
-        """Return the folder that the user named. All ranks raise if it is invalid on one of them."""
+        """Return the folder that the user named on rank 0. All ranks raise if it is invalid on one of them."""
         root, problem = "", None
         try:
             root = folder_named(given, argument)
         except CheckpointError as error:
             problem = error
         self.agree(problem)
-        return root
+        first = os.fsdecode(bytes.fromhex(_share(self._all, os.fsencode(root).hex())))
+        if os.path.abspath(first) != os.path.abspath(root):
+            words = f"{argument}={root!r} of rank {self._all.rank_group.rank} is not used: all ranks use that of rank 0"
+            logging.getLogger("shardwell").warning("%s, %r", words, first)
+        return first
 
     def from_rank_0(self, ask: Callable[[], str]) -> str:
         text = self.from_rank_0_or_none(ask)
