@@ -219,16 +219,11 @@ class Cutter:
         """Cut the copies of parameters that another pipeline stage has cut: the embedding of a last layer that is cut.
 
         The ranks that hold the copies tell each other by sums along which dimensions theirs are cut. In a simulation
-        nobody tells, and a plan that cuts one copy is taken to cut the other.
+        nobody tells, and a plan that cuts a layer which is elsewhere is taken to cut the copy.
         """
-        if tied.comm.device.is_meta:
-            return
         names = sorted(name for name, parameter in parameters.items() if id(parameter) in tied.names)
         dims = [-1 if (part := part_of(parameters[name])) is None else part.dim for name in names]
-        mine = torch.tensor([dim + 1.0 for dim in dims], device=tied.comm.device.torch_device)
-        total = torch.empty_like(mine)
-        tied.comm.direct.all_reduce(mine.clone(), total, 1.0, False).wait()
-        for name, dim, other in zip(names, dims, (total - mine - 1).int().tolist(), strict=True):
+        for name, dim, other in zip(names, dims, self._dims_elsewhere(dims, tied.comm), strict=True):
             weight = parameters[name]
             users = [(at, one) for at, one in self.model.named_modules() if getattr(one, "weight", None) is weight]
             at, module = next((user for user in users if not getattr(user[1], "is_elsewhere", False)), users[0])
@@ -239,6 +234,21 @@ class Cutter:
                     f"tensor_parallel.plan: '{name}' is shared by layers of two pipeline stages that cut it along dims "
                     f"{dim} and {other}"
                 )
+
+    def _dims_elsewhere(self, dims: list[int], comm: Collectives) -> list[int]:
+        """Return along which dimensions the copies on the other stage are cut; -1: they are not."""
+        if comm.rank_group.is_simulated:  # nobody answers: what the plan says of a layer that is elsewhere
+            modules = dict(self.model.named_modules())
+            elsewhere = [
+                style for name, style in self.plan.items() if getattr(modules.get(name), "is_elsewhere", False)
+            ]
+            is_cut = any(style in ("colwise", "colwise_gather_output", "embedding_rowwise") for style in elsewhere)
+            return [0 if is_cut else dim for dim in dims]
+        mine = torch.tensor([dim + 1.0 for dim in dims], device=comm.device.torch_device)
+        total = torch.empty_like(mine)
+        comm.direct.all_reduce(mine.clone(), total, 1.0, False).wait()
+        found: list[int] = (total - mine - 1).int().tolist()
+        return found
 
     def _follow(self, name: str, module: nn.Module, dim: int) -> None:
         """Cut a layer that is not in the plan as the one with which it shares its weight."""
