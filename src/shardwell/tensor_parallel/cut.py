@@ -219,10 +219,8 @@ class Cutter:
         """Cut the copies of parameters that another pipeline stage has cut: the embedding of a last layer that is cut.
 
         The ranks that hold the copies tell each other by sums along which dimensions theirs are cut. In a simulation
-        nobody tells, and a plan that cuts one copy is taken to cut the other.
+        nobody tells, and a plan that cuts a layer which is elsewhere is taken to cut the copy.
         """
-        if tied.comm.device.is_meta:
-            return
         names = sorted(name for name, parameter in parameters.items() if id(parameter) in tied.names)
         dims = [-1 if (part := part_of(parameters[name])) is None else part.dim for name in names]
         for name, dim, other in zip(names, dims, self._dims_elsewhere(dims, tied.comm), strict=True):
