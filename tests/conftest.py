@@ -15,6 +15,7 @@ from tests.support import leaks, preloaded
 from tests.support.fast import fast_cases, long_files_first
 from tests.support.ranks import Ranks
 
+gc.disable()  # until tests run: what is imported stays, and would be looked at again and again
 torch.set_num_threads(1)
 leaks.watch()
 if not torch.cuda.is_available():  # where tests may use it, each process asks the driver itself
@@ -78,3 +79,4 @@ def pytest_collection_finish() -> None:
     """What was imported stays: the garbage collector need not look at it again."""
     gc.collect()
     gc.freeze()
+    gc.enable()
