@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import shardwell
 from shardwell.checkpoint import checksums
-from shardwell.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
+from shardwell.utils import safe_get_local_fp32_param, safe_get_local_optimizer_state
 from tests.support.models import batches, share, zero
 from tests.support.training import ROWS, Case
 
@@ -87,15 +87,33 @@ def run_leg_in_blocks(leg: Leg, root: str, block: int) -> dict[str, Any]:
 
 
 def everything(engine: shardwell.Engine) -> dict[str, Tensor | float]:
-    """Masters, optimizer state and buffers, whole."""
+    """Masters, optimizer state and buffers, whole: put together from all ranks' parts, by one collective of torch's."""
     found: dict[str, Any] = {f"buffer {name}": buffer.clone() for name, buffer in engine.module.named_buffers()}
-    for name, parameter in engine.module.named_parameters():
-        found[name] = safe_get_full_fp32_param(parameter)
-        for key in KEYS:
-            value = safe_get_full_optimizer_state(parameter, key) if parameter.requires_grad else None
-            if value is not None:
-                found[f"{name} {key}"] = value
+    parameters = dict(engine.module.named_parameters())
+    mine = {}
+    for name, parameter in parameters.items():
+        mine[name] = safe_get_local_fp32_param(parameter)
+        for key in KEYS if parameter.requires_grad else ():
+            mine[f"{name} {key}"] = safe_get_local_optimizer_state(parameter, key)
+    ranks: list[dict[str, Any]] = [{}] * (dist.get_world_size() if dist.is_initialized() else 1)
+    if len(ranks) > 1:
+        dist.all_gather_object(ranks, mine)
+    else:
+        ranks = [mine]
+    for name in mine:
+        parts = [one[name] for one in ranks if one[name] is not None]
+        if parts:
+            found[name] = _joined(parts, parameters[name.partition(" ")[0]])
     return found
+
+
+def _joined(parts: list[Any], parameter: nn.Parameter) -> Any:
+    """Return the whole of flat parts in the order of ranks, where several ranks may hold all of it or the same."""
+    if not isinstance(parts[0], Tensor) or (parts[0].ndim == 0 and parameter.ndim > 0):
+        return float(parts[0])
+    flat = torch.cat([part.reshape(-1) for part in parts])[: parameter.numel()]
+    assert flat.numel() == parameter.numel()
+    return flat.view(parameter.shape)
 
 
 def uninterrupted(leg: Leg, num_steps: int) -> Leg:
