@@ -50,6 +50,7 @@ def from_the_start(stage: int, path: str) -> None:
             check_alike(expected, found)
         except AssertionError as error:
             raise AssertionError(f"{step.__name__} with offload to {tier}: {error}") from error
+        found.engine.destroy(whole=False)
 
 
 @pytest.mark.slow

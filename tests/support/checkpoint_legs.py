@@ -12,6 +12,7 @@ from torch import Tensor, nn
 import shardwell
 from shardwell.checkpoint import checksums
 from shardwell.utils import safe_get_local_fp32_param, safe_get_local_optimizer_state
+from tests.support.internals import begin_of_part
 from tests.support.models import batches, share, zero
 from tests.support.training import ROWS, Case
 
@@ -89,30 +90,35 @@ def run_leg_in_blocks(leg: Leg, root: str, block: int) -> dict[str, Any]:
 def everything(engine: shardwell.Engine) -> dict[str, Tensor | float]:
     """Masters, optimizer state and buffers, whole: put together from all ranks' parts, by one collective of torch's."""
     found: dict[str, Any] = {f"buffer {name}": buffer.clone() for name, buffer in engine.module.named_buffers()}
-    parameters = dict(engine.module.named_parameters())
-    mine = {}
-    for name, parameter in parameters.items():
-        mine[name] = safe_get_local_fp32_param(parameter)
+    mine: dict[str, Any] = {}
+    whole: dict[str, nn.Parameter] = {}
+    for name, parameter in engine.module.named_parameters():
+        values = {name: safe_get_local_fp32_param(parameter)}
         for key in KEYS if parameter.requires_grad else ():
-            mine[f"{name} {key}"] = safe_get_local_optimizer_state(parameter, key)
-    ranks: list[dict[str, Any]] = [{}] * (dist.get_world_size() if dist.is_initialized() else 1)
-    if len(ranks) > 1:
+            values[f"{name} {key}"] = safe_get_local_optimizer_state(parameter, key)
+        begin = begin_of_part(parameter)
+        mine.update({key: None if value is None else (begin, value) for key, value in values.items()})
+        whole.update(dict.fromkeys(values, parameter))
+    ranks = [mine]
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        ranks = [mine] * dist.get_world_size()
         dist.all_gather_object(ranks, mine)
-    else:
-        ranks = [mine]
-    for name in mine:
-        parts = [one[name] for one in ranks if one[name] is not None]
-        if parts:
-            found[name] = _joined(parts, parameters[name.partition(" ")[0]])
+    for key, parameter in whole.items():
+        if parts := [part for one in ranks if (part := one[key]) is not None]:
+            found[key] = _joined(parts, parameter)
     return found
 
 
-def _joined(parts: list[Any], parameter: nn.Parameter) -> Any:
-    """Return the whole of flat parts in the order of ranks, where several ranks may hold all of it or the same."""
-    if not isinstance(parts[0], Tensor) or (parts[0].ndim == 0 and parameter.ndim > 0):
-        return float(parts[0])
-    flat = torch.cat([part.reshape(-1) for part in parts])[: parameter.numel()]
-    assert flat.numel() == parameter.numel()
+def _joined(parts: list[tuple[int, Any]], parameter: nn.Parameter) -> Any:
+    """Return the whole of flat parts, of which several ranks may hold the same."""
+    first = parts[0][1]
+    if not isinstance(first, Tensor) or (first.ndim == 0 and parameter.ndim > 0):
+        return float(first)
+    flat, is_there = first.new_empty(parameter.numel()), torch.zeros(parameter.numel(), dtype=torch.bool)
+    for begin, part in parts:
+        flat[begin : begin + part.numel()] = part.reshape(-1)
+        is_there[begin : begin + part.numel()] = True
+    assert is_there.all()
     return flat.view(parameter.shape)
 
 

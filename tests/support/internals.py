@@ -15,11 +15,18 @@ from shardwell.checkpoint import Folder
 from shardwell.memory import Device, TemporaryBuffers
 from shardwell.offload.disk import DiskTier
 from shardwell.offload.staging import StagingPool
+from shardwell.optim.param_access import ParamAccess
 from shardwell.parallel import Collectives, MeshRoles
 from shardwell.parallel.rank_store import RankStore
 from shardwell.parallel.traffic import TrafficReport
 from shardwell.sharding import ShardedGroup, Unit
 from shardwell.sharding.gradients import Gradients
+
+
+def begin_of_part(parameter: Any) -> int:
+    """Return where this rank's part of a parameter, or of its state, begins in it; 0 if it has none."""
+    piece = ParamAccess(parameter)._piece
+    return 0 if piece is None else piece.in_parameter
 
 
 def units_of(engine: shardwell.Engine) -> Sequence[Unit]:
