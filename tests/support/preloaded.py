@@ -35,7 +35,8 @@ NAME = b"preloaded"  # of a server that is the child of a process that was forke
 _ROOT = Path(__file__).resolve().parents[2]
 # The values of the variable, and how many servers there are of each kind. Two have different seeds of hashes, and so
 # have a test's ranks. "deepspeed" has loaded libraries that know DeepSpeed, too, and shardwell under its name.
-KINDS = {"1": 2, "deepspeed": 1}
+# "poisoned" refuses pickles.
+KINDS = {"1": 2, "deepspeed": 1, "poisoned": 1}
 _LIMIT_OF_SERVERS = 6  # where they end at once, Python itself is started in the end
 _LENGTH = struct.Struct("!q")
 # Read when a library is loaded or when Python starts: the server has read its own.
@@ -44,6 +45,7 @@ _EARLY = ("LD_", "PYTHON", "OMP_", "MKL_", "KMP_", "GOMP_", "MALLOC_", "GLIBC_",
           "GITHUB_ACTIONS", "TERMINAL_WIDTH")  # fmt: skip
 _HONOURED = ("PYTHONPATH", "PYTHONUNBUFFERED", "PYTHONWARNINGS", "OMP_NUM_THREADS", "TORCH_NCCL_ASYNC_ERROR_HANDLING",
              "PYTORCH_NVML_BASED_CUDA_CHECK")  # fmt: skip
+POISON = _ROOT / "tests" / "support" / "poison"
 SITE_OF_DEEPSPEED = _ROOT / "src" / "shardwell" / "compat" / "deepspeed_api" / "site"
 
 
@@ -60,6 +62,8 @@ class Server:
         left_out = ("OMP_NUM_THREADS", VARIABLE)  # this start is one of Python itself
         environment = {name: value for name, value in os.environ.items() if name not in left_out}
         early = early_of(environment)
+        if kind == "poisoned":
+            environment["PYTHONPATH"] = os.pathsep.join([str(POISON), environment.get("PYTHONPATH", "")])
         environment["OPENBLAS_NUM_THREADS"] = "1"  # or numpy starts threads, which no fork survives
         environment["JE_ARROW_MALLOC_CONF"] = "background_thread:false"  # and so does pyarrow
         words = f"import sys; sys.path.insert(0, {str(_ROOT)!r}); from tests.support import preloaded_server as server"
@@ -176,7 +180,10 @@ def _request(args: Any, given: dict[str, Any]) -> dict[str, Any] | None:
     if unusual or not given["close_fds"] or given["executable"] not in (None, command[0]) or not _is_program(command):
         return None
     cwd = os.getcwd() if given["cwd"] is None else os.path.abspath(os.fspath(given["cwd"]))
-    if not os.path.isdir(cwd) or any(_has_start_of_its_own(one) for one in env.get("PYTHONPATH", "").split(os.pathsep)):
+    paths = env.get("PYTHONPATH", "").split(os.pathsep)
+    if not os.path.isdir(cwd) or any(_has_start_of_its_own(one) for one in paths):
+        return None
+    if (str(POISON) in paths) != (env[VARIABLE] == "poisoned"):
         return None
     return {"args": command[1:], "env": env, "cwd": cwd, "session": bool(given["start_new_session"]),
             "group": given["process_group"], "pass": list(given["pass_fds"]), "unbuffered": unbuffered}  # fmt: skip
@@ -192,7 +199,7 @@ def _is_program(command: list[str]) -> bool:
 def _has_start_of_its_own(folder: str) -> bool:
     """Tell whether Python would execute a file of the folder at its start. That of DeepSpeed's names may be later."""
     own = [os.path.join(folder, name) for name in ("sitecustomize.py", "usercustomize.py")]
-    return bool(folder) and Path(folder) != SITE_OF_DEEPSPEED and any(map(os.path.exists, own))
+    return bool(folder) and Path(folder) not in (SITE_OF_DEEPSPEED, POISON) and any(map(os.path.exists, own))
 
 
 def _next_server(kind: str) -> Server | None:

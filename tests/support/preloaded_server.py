@@ -35,6 +35,7 @@ MODULES = (
 )  # fmt: skip
 MODULES_OF_KIND = {
     "1": (),
+    "poisoned": (),
     "deepspeed": (
         "shardwell.compat.deepspeed",  # first: the others look for its names when they are loaded
         "accelerate", "transformers.trainer", "transformers.models.llama.modeling_llama",
