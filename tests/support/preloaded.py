@@ -177,9 +177,11 @@ def _request(args: Any, given: dict[str, Any]) -> dict[str, Any] | None:
     unbuffered = command[1:2] == ["-u"]  # as torchrun starts its ranks
     del command[1 : 1 + unbuffered]
     unusual = any(given[one] is not None for one in ("gid", "gids", "uid")) or given["umask"] >= 0
-    if unusual or not given["close_fds"] or given["executable"] not in (None, command[0]) or not _is_program(command):
-        return None
     cwd = os.getcwd() if given["cwd"] is None else os.path.abspath(os.fspath(given["cwd"]))
+    if unusual or not given["close_fds"] or given["executable"] not in (None, command[0]):
+        return None
+    if not _is_program(command, cwd):
+        return None
     paths = env.get("PYTHONPATH", "").split(os.pathsep)
     if not os.path.isdir(cwd) or any(_has_start_of_its_own(one) for one in paths):
         return None
@@ -189,11 +191,11 @@ def _request(args: Any, given: dict[str, Any]) -> dict[str, Any] | None:
             "group": given["process_group"], "pass": list(given["pass_fds"]), "unbuffered": unbuffered}  # fmt: skip
 
 
-def _is_program(command: list[str]) -> bool:
+def _is_program(command: list[str], cwd: str) -> bool:
     """Tell whether it is this Python with a script, a module or a text, and no other options."""
     if len(command) < 2 or command[0] != sys.executable:
         return False
-    return len(command) > 2 if command[1] in ("-m", "-c") else os.path.isfile(command[1])
+    return len(command) > 2 if command[1] in ("-m", "-c") else os.path.isfile(os.path.join(cwd, command[1]))
 
 
 def _has_start_of_its_own(folder: str) -> bool:

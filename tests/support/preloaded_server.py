@@ -231,10 +231,11 @@ def _run(args: list[str]) -> None:
         runpy._run_module_as_main(args[1])  # type: ignore[attr-defined]  # what `python -m` calls
     else:
         sys.argv, sys.path[:0] = args, [os.path.dirname(os.path.realpath(args[0]))]
-        main.__file__, main.__cached__ = args[0], None  # type: ignore[attr-defined]
-        main.__loader__ = importlib.machinery.SourceFileLoader("__main__", args[0])
-        with io.open_code(args[0]) as file:
-            code = compile(file.read(), args[0], "exec")
+        path = os.path.abspath(args[0])
+        main.__file__, main.__cached__ = path, None  # type: ignore[attr-defined]
+        main.__loader__ = importlib.machinery.SourceFileLoader("__main__", path)
+        with io.open_code(path) as file:
+            code = compile(file.read(), path, "exec")
         exec(code, main.__dict__)
 
 

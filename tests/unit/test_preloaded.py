@@ -66,7 +66,7 @@ def test_a_script_and_a_module_are_run_as_python_runs_them(tmp_path: Path) -> No
     script.write_text(
         "import sys\nprint(__name__, __file__, sys.argv, sys.path[0], sys.modules['__main__'].__dict__ is globals())"
     )
-    for args in ([str(script), "one"], ["-m", "script", "one"]):
+    for args in ([str(script), "one"], ["script.py", "one"], ["-m", "script", "one"]):
         assert run(*args, is_preloaded=True, cwd=tmp_path) == run(*args, is_preloaded=False, cwd=tmp_path)
 
 
