@@ -23,10 +23,10 @@ from shardwell.sharding import ShardedGroup, Unit
 from shardwell.sharding.gradients import Gradients
 
 
-def begin_of_part(parameter: Any) -> int:
-    """Return where this rank's part of a parameter, or of its state, begins in it; 0 if it has none."""
-    piece = ParamAccess(parameter)._piece
-    return 0 if piece is None else piece.in_parameter
+def place_of_part(parameter: Any) -> tuple[int, tuple[int, ...]]:
+    """Return where this rank's part of a parameter begins in it (0 if it has none), and the parameter's strides."""
+    access = ParamAccess(parameter)
+    return 0 if access._piece is None else access._piece.in_parameter, access._slot.stride
 
 
 def units_of(engine: shardwell.Engine) -> Sequence[Unit]:
