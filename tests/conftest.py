@@ -7,14 +7,16 @@ import os
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE")
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
 
 from tests.support import leaks, preloaded
-from tests.support.fast import fast_cases, long_files_first
+from tests.support.fast import fast_cases, long_files_first, together
 from tests.support.ranks import Ranks
 
+gc.disable()  # until tests run: what is imported stays, and would be looked at again and again
 torch.set_num_threads(1)
 leaks.watch()
 if not torch.cuda.is_available():  # where tests may use it, each process asks the driver itself
@@ -74,7 +76,22 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(skip)
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """With `--dist loadfile`, let one worker have all files of libraries that take long to import."""
+    if config.getoption("dist") != "loadfile":
+        return None
+    from xdist.scheduler import LoadFileScheduling
+
+    class Files(LoadFileScheduling):  # type: ignore[misc, unused-ignore]
+        def _split_scope(self, nodeid: str) -> str:
+            return together(super()._split_scope(nodeid))
+
+    return Files(config, log)
+
+
 def pytest_collection_finish() -> None:
     """What was imported stays: the garbage collector need not look at it again."""
     gc.collect()
     gc.freeze()
+    gc.enable()

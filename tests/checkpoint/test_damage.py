@@ -120,8 +120,8 @@ def test_damage_is_named_and_changes_nothing(ranks: Ranks, saved: Path, tmp_path
     ("model", "sentence"),
     [
         ({"width": 18}, r"'model/.*' has shape .*, but '.*' of the model has .*Is it a checkpoint of another model"),
-        ({"blocks": 4}, "it lacks 'blocks.3.norm1.weight'.* and 7 more, and holds nothing"),
-        ({"blocks": 2}, "it lacks nothing, and holds 'blocks.2.down.bias'"),
+        ({"blocks": 3}, "it lacks 'blocks.2.norm1.weight'.* and 7 more, and holds nothing"),
+        ({"blocks": 1}, "it lacks nothing, and holds 'blocks.1.down.bias'"),
     ],
 )
 def test_another_model_is_refused(ranks: Ranks, saved: Path, model: dict[str, int], sentence: str) -> None:
@@ -132,7 +132,7 @@ def test_another_model_is_refused(ranks: Ranks, saved: Path, model: dict[str, in
 
 
 def test_what_fits_can_be_loaded_alone(ranks: Ranks, saved: Path) -> None:
-    wider = Case(dtype=torch.float32, model={"blocks": 4})
+    wider = Case(dtype=torch.float32, model={"blocks": 3})
     ((message, intact),) = ranks.run(2, load_each, wider, 3, [str(saved)], {"load_module_strict": False})[0]
     assert message == ""
     assert not intact

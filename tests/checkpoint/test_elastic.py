@@ -36,16 +36,18 @@ def test_a_run_through_many_worlds_is_one_run(ranks: Ranks, tmp_path: Path, case
     assert Folder(tmp_path).tags() == [f"global_step{step}" for step in range(num_steps, 0, -2)]
 
 
-@pytest.mark.parametrize("precision", [{}, BF16, FP16], ids=["fp32", "bf16", "fp16"])
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize(
+    ("stage", "precision"),
+    [(stage, one) for stage in range(4) for place, one in enumerate((FP16, BF16, {})) if stage == 3 or place != stage],
+)
 def test_the_same_world_and_stage_go_on_with_the_same_bits(
     ranks: Ranks, tmp_path: Path, stage: int, precision: dict[str, Any]
 ) -> None:
     case = Case(dtype=torch.float32, clip=0.5, groups=True)
     first = Leg(stage, 0, 3, case, precision, loads=False)
-    whole = ranks.run(2, run_leg, uninterrupted(first, 6), str(tmp_path))
+    whole = ranks.run(2, run_leg, uninterrupted(first, 5), str(tmp_path))
     before = ranks.run(2, run_leg, first, str(tmp_path))
-    after = ranks.run(2, run_leg, Leg(stage, 3, 6, case, precision), str(tmp_path))
+    after = ranks.run(2, run_leg, Leg(stage, 3, 5, case, precision), str(tmp_path))
     for rank in range(2):
         check_equal(after[rank]["loaded"], before[rank]["ended"])
         check_equal(after[rank]["ended"], whole[rank]["ended"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -58,10 +59,11 @@ def test_the_module_alone_leaves_counters_schedules_and_state(tmp_path: Path) ->
 
 def load_while_whole(root: str) -> list[bool]:
     """A forward that fails leaves units whole; what is loaded must be in them too."""
-    engine = Leg(3, 0, 1, CASE, loads=False).engine()
+    case = replace(CASE, model={"blocks": 3})
+    engine = Leg(3, 0, 1, case, loads=False).engine()
     engine.save_checkpoint(root)
     expected = whole_parameters(engine.module)
-    other = Leg(3, 0, 1, CASE).engine()
+    other = Leg(3, 0, 1, case).engine()
     handle = other.module.blocks[1].register_forward_pre_hook(lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError), torch.no_grad():
         other.module(batches(1, 4)[0])

@@ -138,14 +138,15 @@ def run(case: Case, stage: int) -> dict[str, Any]:
         if micro == case.accumulation - 1:
             found = [safe_get_full_grad(parameter) for parameter in model.parameters()]
         engine.step()
-    groups = groups_of(engine)
-    return {
+    answer = {
         "gradients": found,
         "reduced": engine.traffic().total(TrafficKind.REDUCE_SCATTER),
-        "padded": sum(group.layout.padded for group in groups),
+        "padded": sum(group.layout.padded for group in groups_of(engine)),
         "units": len(engine.units),
         "overflow": engine.optimizer.overflow,
     }
+    engine.destroy(whole=False)
+    return answer
 
 
 def run_all(cases: list[Case]) -> list[list[dict[str, Any]]]:

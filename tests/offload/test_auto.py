@@ -40,16 +40,17 @@ def named(name: str) -> Step:
 
 
 def from_the_start(stage: int, path: str) -> None:
-    """Every odd loop on every tier, against plain PyTorch."""
+    """Every odd loop against plain PyTorch, on one tier: at the four stages together, each loop meets every tier."""
     quickly()
-    for step in ODD:
+    for number, step in enumerate(ODD):
+        tier = TIERS[(number + stage) % len(TIERS)]
         expected = played(Plain(Net()), iter([step, plain, step, plain]))
-        for tier in TIERS:
-            found = played(Sharded(Net(), config_for(stage, tier, path)), iter([step, plain, step, plain]))
-            try:
-                check_alike(expected, found)
-            except AssertionError as error:
-                raise AssertionError(f"{step.__name__} with offload to {tier}: {error}") from error
+        found = played(Sharded(Net(), config_for(stage, tier, path)), iter([step, plain, step, plain]))
+        try:
+            check_alike(expected, found)
+        except AssertionError as error:
+            raise AssertionError(f"{step.__name__} with offload to {tier}: {error}") from error
+        found.engine.destroy(whole=False)
 
 
 @pytest.mark.slow

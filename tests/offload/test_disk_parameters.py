@@ -57,9 +57,14 @@ def everywhere(case: Case, places: list[tuple[str, str]], path: str) -> list[dic
 @pytest.mark.parametrize("num_ranks", [1, 2])
 @pytest.mark.parametrize("precision", list(PRECISIONS))
 def test_every_placement_gives_the_same_bits(ranks: Ranks, tmp_path: Path, num_ranks: int, precision: str) -> None:
-    """Of what steps below the device, and of what steps there: their optimizers round differently."""
-    case = host_case("auto", precision, steps=4, clip=0.5, accumulation=2, groups=True)
-    found = dict(zip(PLACES, ranks.run(num_ranks, everywhere, case, PLACES, str(tmp_path))[0], strict=True))
+    """Of what steps below the device, and of what steps there: their optimizers round differently.
+
+    On one rank, each placement but the two that others are compared with is met in one precision.
+    """
+    case = host_case("auto", precision, steps=3, clip=0.5, accumulation=2, groups=True)
+    some = PLACES[list(PRECISIONS).index(precision) :: len(PRECISIONS)]
+    places = PLACES if num_ranks == 2 else list(dict.fromkeys([("none", "none"), ("none", "cpu"), *some]))
+    found = dict(zip(places, ranks.run(num_ranks, everywhere, case, places, str(tmp_path))[0], strict=True))
     for place, values in found.items():
         expected = found["none", "none" if place[1] == "none" else "cpu"]
         for name, value in expected.items():

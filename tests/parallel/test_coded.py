@@ -155,7 +155,7 @@ def story(of: int, block: dict[str, Any], stage: int) -> dict[str, Any]:
     """Train; look at masters; change one; the others must keep every bit."""
     as_nodes(of)
     engine = engine_with(block, stage, bf16=True, gradient_clipping=1.0)
-    losses = train(engine, 30)
+    losses = train(engine, 20)
     model = engine.module
     before = {name: safe_get_full_fp32_param(p).clone() for name, p in model.named_parameters()}
     with shardwell.zero.GatheredParameters(list(model.parameters()), modifier_rank=0), torch.no_grad():
@@ -165,11 +165,21 @@ def story(of: int, block: dict[str, Any], stage: int) -> dict[str, Any]:
     return {"losses": losses, "before": before, "seen": seen, "after": after, "whole": whole_parameters(model)}
 
 
+_plain: dict[int, list[dict[str, Any]]] = {}
+
+
+def plain_story(ranks: Ranks, stage: int) -> list[dict[str, Any]]:
+    """The story without codecs, which two tests compare with."""
+    if stage not in _plain:
+        _plain[stage] = ranks.run(4, story, 2, {}, stage)
+    return _plain[stage]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", [2, 3])
 def test_masters_keep_their_bits_and_training_follows(ranks: Ranks, stage: int) -> None:
     block = ON if stage == 3 else {"zero_quantized_gradients": True}
-    plain = ranks.run(4, story, 2, {}, stage)[0]
+    plain = plain_story(ranks, stage)[0]
     found = ranks.run(4, story, 2, block, stage)
     for answer in found:
         for name, master in answer["before"].items():
@@ -192,10 +202,10 @@ def kept() -> dict[str, Any]:
 
 @pytest.mark.slow
 def test_an_engine_keeps_what_codes_lose(ranks: Ranks) -> None:
-    plain = ranks.run(4, story, 2, {}, 3)
+    plain = plain_story(ranks, 3)
     for before, answer in zip(plain, ranks.run(4, kept), strict=True):
         assert answer["held"] == 4 * answer["padded"] // 2 > 0
-        assert answer["losses"] == pytest.approx(before["losses"][:20], rel=0.01)
+        assert answer["losses"] == pytest.approx(before["losses"], rel=0.01)
 
 
 @pytest.mark.parametrize(("key", "stage"), [("zero_quantized_weights", 2), ("zero_quantized_gradients", 1)])

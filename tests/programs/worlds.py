@@ -292,6 +292,6 @@ class Sharded(World):
     def close(self) -> None:
         for engine in self._engines.values():
             with contextlib.suppress(Exception):
-                engine.destroy()
+                engine.destroy(whole=False)
         if not self.setting.ranks > 1 or dist.get_rank() == 0:
             shutil.rmtree(self._folder, ignore_errors=True)

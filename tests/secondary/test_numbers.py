@@ -81,7 +81,7 @@ def scene(of: Scene) -> Scene:
 
 def begin(partition: int, config: dict[str, Any] | None = None, **model: Any) -> Play:
     torch.manual_seed(0)
-    return Play(Gpt(**model), config or {}, partition)
+    return Play(Gpt(**{"blocks": 2, **model}), config or {}, partition)
 
 
 def train(play: Play, steps: int = STEPS, num_micro: int = 1) -> Play:
@@ -224,7 +224,7 @@ def weights_changed_by_a_forward(partition: int, path: str) -> Play:
 @scene
 def tiles(partition: int, path: str) -> Play:
     torch.manual_seed(0)
-    model = Gpt(recompute="non-reentrant")
+    model = Gpt(blocks=2, recompute="non-reentrant")
     for block in model.blocks:
         block.up = TiledLinear(16, 49, in_splits=2, out_splits=3, init_linear=block.up)
     return train(Play(model, {}, partition))
@@ -253,19 +253,19 @@ def freeze(model: Gpt) -> Gpt:
 @scene
 def frozen(partition: int, path: str) -> Play:
     torch.manual_seed(0)
-    return train(Play(freeze(Gpt()), {"bf16": {"enabled": True}, "shardwell": {"keep_frozen": 0}}, partition))
+    return train(Play(freeze(Gpt(blocks=2)), {"bf16": {"enabled": True}, "shardwell": {"keep_frozen": 0}}, partition))
 
 
 @scene
 def frozen_and_kept(partition: int, path: str) -> Play:
     torch.manual_seed(0)
-    return train(Play(freeze(Gpt()), {"shardwell": {"keep_frozen": 2500}}, partition))
+    return train(Play(freeze(Gpt(blocks=2)), {"shardwell": {"keep_frozen": 2500}}, partition))
 
 
 @scene
 def thawed(partition: int, path: str) -> Play:
     torch.manual_seed(0)
-    play = train(Play(freeze(Gpt()), {}, partition), 2)
+    play = train(Play(freeze(Gpt(blocks=2)), {}, partition), 2)
     play.evaluate()
     play.model.requires_grad_(True)
     return train(play)
@@ -314,7 +314,7 @@ def updates_in_a_shadow(partition: int, path: str) -> Play:
 @scene
 def placed_as_there_is_room(partition: int, path: str) -> Play:
     own = {"placement": "auto", "memory": {"device": 60_000, "host": 200_000}}
-    return train(begin(partition, below("nvme", "nvme", path, shardwell=own)))
+    return train(begin(partition, below("nvme", "nvme", path, shardwell=own), blocks=3))
 
 
 @scene
@@ -403,7 +403,7 @@ def masters_set(partition: int, path: str) -> Play:
     for number in range(STEPS):
         play.step(number)
         play.evaluate()
-        weight = play.model.blocks[2].down.weight
+        weight = play.model.blocks[1].down.weight
         safe_set_full_fp32_param(weight, torch.full(weight.shape, 0.01 * number))
         play.evaluate()
     return play

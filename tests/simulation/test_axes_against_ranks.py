@@ -87,7 +87,7 @@ def counted(name: str, device: str) -> dict[str, Any]:
         "traffic": received,
         "by axis": {str(axis): int(size) for axis, size in traffic.by_axis().items()},
     }
-    engine.destroy()
+    engine.destroy(whole=False)
     return found
 
 

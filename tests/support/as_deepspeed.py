@@ -18,7 +18,7 @@ def run_ranks(script: Path, *args: str, ranks: int = 2, options: tuple[str, ...]
     """Run a script by `shardwell run --as-deepspeed`; return what it printed, and fail with its errors if it failed."""
     done = subprocess.run(
         arguments("run", "--as-deepspeed", "-n", str(ranks), *options, script, *args),
-        env={**environment(), "OMP_NUM_THREADS": "1"},
+        env={**environment(libraries="transformers" in script.read_text()), "OMP_NUM_THREADS": "1"},
         cwd=script.parent,
         capture_output=True,
         text=True,

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 import shardwell
 from shardwell.checkpoint import checksums
-from shardwell.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
+from shardwell.utils import safe_get_local_fp32_param, safe_get_local_optimizer_state
+from tests.support.internals import place_of_part
 from tests.support.models import batches, share, zero
 from tests.support.training import ROWS, Case
 
@@ -87,15 +88,38 @@ def run_leg_in_blocks(leg: Leg, root: str, block: int) -> dict[str, Any]:
 
 
 def everything(engine: shardwell.Engine) -> dict[str, Tensor | float]:
-    """Masters, optimizer state and buffers, whole."""
+    """Masters, optimizer state and buffers, whole: put together from all ranks' parts, by one collective of torch's."""
     found: dict[str, Any] = {f"buffer {name}": buffer.clone() for name, buffer in engine.module.named_buffers()}
+    mine: dict[str, Any] = {}
+    whole: dict[str, tuple[torch.Size, tuple[int, ...]]] = {}
     for name, parameter in engine.module.named_parameters():
-        found[name] = safe_get_full_fp32_param(parameter)
-        for key in KEYS:
-            value = safe_get_full_optimizer_state(parameter, key) if parameter.requires_grad else None
-            if value is not None:
-                found[f"{name} {key}"] = value
+        values = {name: safe_get_local_fp32_param(parameter)}
+        for key in KEYS if parameter.requires_grad else ():
+            values[f"{name} {key}"] = safe_get_local_optimizer_state(parameter, key)
+        begin, stride = place_of_part(parameter)
+        mine.update({key: None if value is None else (begin, value) for key, value in values.items()})
+        whole.update(dict.fromkeys(values, (parameter.shape, stride)))
+    ranks = [mine]
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        ranks = [mine] * dist.get_world_size()
+        dist.all_gather_object(ranks, mine)
+    for key, (shape, stride) in whole.items():
+        if parts := [part for one in ranks if (part := one[key]) is not None]:
+            found[key] = _joined(parts, shape, stride)
     return found
+
+
+def _joined(parts: list[tuple[int, Any]], shape: torch.Size, stride: tuple[int, ...]) -> Any:
+    """Return the whole of flat parts in the parameter's own memory order; several ranks may hold the same."""
+    first = parts[0][1]
+    if not isinstance(first, Tensor) or (first.ndim == 0 and len(shape) > 0):
+        return float(first)
+    flat, is_there = first.new_empty(shape.numel()), torch.zeros(shape.numel(), dtype=torch.bool)
+    for begin, part in parts:
+        flat[begin : begin + part.numel()] = part.reshape(-1)
+        is_there[begin : begin + part.numel()] = True
+    assert is_there.all()
+    return flat.as_strided(shape, stride)
 
 
 def uninterrupted(leg: Leg, num_steps: int) -> Leg:

@@ -21,7 +21,7 @@ def as_nodes(of: int) -> None:
 
 def engine_with(block: dict[str, Any], stage: int = 3, bf16: bool = False, **others: Any) -> shardwell.Engine:
     torch.manual_seed(0)
-    model = Gpt()
+    model = Gpt(blocks=2)
     config = zero(stage, zero_optimization=block, bf16={"enabled": bf16}, **others)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     return shardwell.initialize(model=model, optimizer=optimizer, config=config).engine

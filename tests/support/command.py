@@ -13,11 +13,11 @@ from tests.support.patience import HANG
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def environment(*, fresh: bool = False, root: bool = False) -> dict[str, str]:
+def environment(*, fresh: bool = False, root: bool = False, libraries: bool = False) -> dict[str, str]:
     """Return the variables of a command. `fresh`: the test is about imports, memory or the end of Python itself.
 
     `root` lets the command import `tests`. Without `fresh`, Python may come with torch and shardwell loaded
-    (`preloaded.py`).
+    (`preloaded.py`), with `libraries` also with Transformers, to which shardwell is DeepSpeed.
     """
     paths = [*([str(ROOT)] if root else []), str(ROOT / "src"), os.environ.get("PYTHONPATH", "")]
     return {
@@ -25,7 +25,7 @@ def environment(*, fresh: bool = False, root: bool = False) -> dict[str, str]:
         "PYTHONPATH": os.pathsep.join(filter(None, paths)),
         "SHARDWELL_DEVICE": "cpu",
         "NO_COLOR": "1",
-        preloaded.VARIABLE: "0" if fresh else "1",
+        preloaded.VARIABLE: "0" if fresh else "deepspeed" if libraries else "1",
     }
 
 

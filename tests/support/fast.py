@@ -1,10 +1,17 @@
-"""What `.ci/check --fast` runs: nothing slow, and one case of each test in ranks; and in which order files run."""
+"""What `.ci/check --fast` runs: nothing slow, and one case of each test in ranks; and which files run together."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
 
 import pytest
+
+_ROOT = Path(__file__).resolve().parents[2]
+_LIBRARIES = r"^\s*(import|from) (transformers|peft|trl|lightning)|importorskip\(\"(transformers|peft|trl|lightning)"
+_THEIR_SUPPORT = r"tests\.support(\.| import )(zoo|trainer_scripts|lightning_runs)"
 
 
 def fast_cases(items: Sequence[pytest.Item]) -> list[pytest.Item]:
@@ -18,6 +25,16 @@ def long_files_first(items: Sequence[pytest.Item]) -> list[pytest.Item]:
     """Return the items with the files first that have something slow, so that no worker ends with a long one alone."""
     long = {item.path for item in items if "slow" in item.keywords}
     return sorted(items, key=lambda item: item.path not in long)
+
+
+@cache
+def together(file: str) -> str:
+    """Return the name of the files that one worker runs with this one: those of libraries that take long to import.
+
+    Each rank of a worker imports them, and so does a server that forks scripts of theirs.
+    """
+    text = (_ROOT / file).read_text()
+    return "libraries" if re.search(f"{_LIBRARIES}|{_THEIR_SUPPORT}", text, re.MULTILINE) else file
 
 
 def _is_in_ranks(item: pytest.Item) -> bool:

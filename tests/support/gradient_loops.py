@@ -323,6 +323,7 @@ def _difference(name: str, stage: int, given: str, extra: dict[str, Any]) -> str
     if not torch.allclose(torch.tensor(expected), torch.tensor(actual), rtol=1e-4, atol=1e-6):
         return f"seen {actual} for {expected}"
     theirs, mine = plain.values(), sharded.values()
+    sharded.engine.destroy(whole=False)
     far = {key: float((theirs[key] - mine[key]).abs().max()) for key in theirs}
     worst = max(far, key=lambda key: far[key])
     limit = 1e-4 if extra else 1e-9

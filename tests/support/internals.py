@@ -15,11 +15,18 @@ from shardwell.checkpoint import Folder
 from shardwell.memory import Device, TemporaryBuffers
 from shardwell.offload.disk import DiskTier
 from shardwell.offload.staging import StagingPool
+from shardwell.optim.param_access import ParamAccess
 from shardwell.parallel import Collectives, MeshRoles
 from shardwell.parallel.rank_store import RankStore
 from shardwell.parallel.traffic import TrafficReport
 from shardwell.sharding import ShardedGroup, Unit
 from shardwell.sharding.gradients import Gradients
+
+
+def place_of_part(parameter: Any) -> tuple[int, tuple[int, ...]]:
+    """Return where this rank's part of a parameter begins in it (0 if it has none), and the parameter's strides."""
+    access = ParamAccess(parameter)
+    return 0 if access._piece is None else access._piece.in_parameter, access._slot.stride
 
 
 def units_of(engine: shardwell.Engine) -> Sequence[Unit]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import time
+import types
 import weakref
 from collections.abc import Iterator
 from typing import Any
@@ -32,7 +33,8 @@ from tests.support.patience import soon
 _DEPTH = 12  # callers that a place names
 
 found: list[str] = []  # what was dropped, and where it was made
-_places: weakref.WeakKeyDictionary[TemporaryBuffers, dict[int, str]] = weakref.WeakKeyDictionary()
+_Callers = list[tuple[types.CodeType, int]]  # with their lines
+_places: weakref.WeakKeyDictionary[TemporaryBuffers, dict[int, _Callers]] = weakref.WeakKeyDictionary()
 _failed: weakref.WeakSet[TemporaryBuffers] = weakref.WeakSet()  # of engines that went through an error
 _agreements: weakref.WeakKeyDictionary[TemporaryBuffers, weakref.ref[Agreement]] = weakref.WeakKeyDictionary()
 
@@ -50,7 +52,7 @@ def watch() -> None:
 
     def dropped(self: Any) -> None:
         if hasattr(self, "owner") and not self.is_done and _counts(self.owner):
-            found.append(f"nobody waited for what was begun here:\n{self.made_at}")
+            found.append(f"nobody waited for what was begun here:\n{_words(self.made_at)}")
 
     def adopted(self: TemporaryBuffers, tensor: Any, *args: Any) -> Any:
         _places.setdefault(self, {})[id(tensor)] = _where()[0]
@@ -104,7 +106,7 @@ def look(engine: Engine) -> None:
     kept |= {id(memory) for memory in memory_going_down(engine)}
     for key, (_, state, unit) in list(handed_out(temporary).items()):
         if key not in kept and not _comes_back(temporary, key, engine):
-            place = _places.get(temporary, {}).get(key, "?")
+            place = _words(_places.get(temporary, {}).get(key, []))
             found.append(f"{state.value} of '{unit}' were not given back; they were taken here:\n{place}")
     _places[temporary] = {
         key: place for key, place in _places.get(temporary, {}).items() if key in handed_out(temporary)
@@ -130,16 +132,20 @@ def _counts(owner: weakref.ref[TemporaryBuffers] | None) -> bool:
     return temporary is not None and temporary not in _failed
 
 
-def _where() -> tuple[str, weakref.ref[TemporaryBuffers] | None]:
-    """The callers, and whose memory it is about."""
-    frame, lines, owner = sys._getframe(2), [], None
-    while frame is not None and len(lines) < _DEPTH:
-        code = frame.f_code
-        lines.append(f"  {code.co_filename}:{frame.f_lineno} {code.co_name}")
+def _where() -> tuple[_Callers, weakref.ref[TemporaryBuffers] | None]:
+    """The callers, and whose memory it is about. It is asked for each collective, and told of hardly any."""
+    frame, callers, owner = sys._getframe(2), [], None
+    while frame is not None and len(callers) < _DEPTH:
+        callers.append((frame.f_code, frame.f_lineno))
         if owner is None:
-            this = frame.f_locals.get("self")
-            temporary = frame.f_locals.get("temporary") or getattr(this, "_temporary", None)
+            names = frame.f_locals
+            this = names.get("self")
+            temporary = names.get("temporary") or getattr(this, "_temporary", None)
             temporary = temporary or getattr(getattr(this, "_context", None), "temporary", None)
             owner = weakref.ref(temporary) if isinstance(temporary, TemporaryBuffers) else None
         frame = frame.f_back
-    return "\n".join(lines), owner
+    return callers, owner
+
+
+def _words(callers: _Callers) -> str:
+    return "\n".join(f"  {code.co_filename}:{line} {code.co_name}" for code, line in callers) or "?"

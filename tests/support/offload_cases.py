@@ -45,7 +45,7 @@ def host_case(commit: str, precision: str = "bf16", moments: str = "fp32", **kwa
         "shardwell": {"shard_at_world_one": True, "commit": commit, "moments": moments},
         **PRECISIONS[precision],
     }
-    return Case(dtype=torch.float32, config=config, **{"steps": 5, **kwargs})
+    return Case(dtype=torch.float32, config=config, **{"steps": 4, **kwargs})
 
 
 OPTIMIZERS: dict[str, Any] = {

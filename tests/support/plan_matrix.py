@@ -245,7 +245,7 @@ def counted(case: PlanCase, folder: str, device: str) -> Counted:
     found.pools.extend(staging_pools(engine))
     received = engine.traffic().received
     found.traffic.update({f"{kind.value} {hop}": size for (kind, hop), size in received.items() if size})
-    engine.destroy()
+    engine.destroy(whole=False)
     return found
 
 

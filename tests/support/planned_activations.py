@@ -63,7 +63,7 @@ def counted(case: ActivationCase) -> int:
                 engine.backward(loss)
                 del loss
                 engine.step()
-    engine.destroy()
+    engine.destroy(whole=False)
     return watch.peak - watch.start
 
 

@@ -2,7 +2,8 @@
 
 Importing torch and the engine takes more than three CPU seconds, and a run of the suite starts hundreds of ranks,
 commands and scripts. `install` lets `subprocess` and `multiprocessing` ask a server (`preloaded_server.py`) for a
-process, if the environment of the command has `PRELOADED=1` and nothing speaks against it. The process is a child of
+process, if the environment of the command has `PRELOADED=1` and nothing speaks against it. With `PRELOADED=deepspeed`
+Transformers is loaded, too, which takes two seconds more. The process is a child of
 the one that asked, as any other: it has its own process id, session, signals, files, environment, directory and exit
 code. Launchers that were started so start their ranks so, too.
 
@@ -32,14 +33,19 @@ import psutil  # type: ignore[import-untyped, unused-ignore]
 VARIABLE = "PRELOADED"
 NAME = b"preloaded"  # of a server that is the child of a process that was forked, so that tests tell it from ranks
 _ROOT = Path(__file__).resolve().parents[2]
-_NUM_SERVERS = 2  # they have different seeds of hashes, and so do a test's ranks
+# The values of the variable, and how many servers there are of each kind. Two have different seeds of hashes, and so
+# have a test's ranks. "deepspeed" has loaded libraries that know DeepSpeed, too, and shardwell under its name.
+# "poisoned" refuses pickles.
+KINDS = {"1": 2, "deepspeed": 1, "poisoned": 1}
 _LIMIT_OF_SERVERS = 6  # where they end at once, Python itself is started in the end
 _LENGTH = struct.Struct("!q")
 # Read when a library is loaded or when Python starts: the server has read its own.
 _EARLY = ("LD_", "PYTHON", "OMP_", "MKL_", "KMP_", "GOMP_", "MALLOC_", "GLIBC_", "ONEDNN_", "DNNL_", "ATEN_", "TORCH_",
           "PYTORCH_", "CUDA_", "LC_", "LANG", "TZ", "HF_", "TRANSFORMERS_", "FORCE_COLOR", "PY_COLORS",
           "GITHUB_ACTIONS", "TERMINAL_WIDTH")  # fmt: skip
-_HONOURED = ("PYTHONPATH", "PYTHONUNBUFFERED", "PYTHONWARNINGS", "OMP_NUM_THREADS", "TORCH_NCCL_ASYNC_ERROR_HANDLING")
+_HONOURED = ("PYTHONPATH", "PYTHONUNBUFFERED", "PYTHONWARNINGS", "OMP_NUM_THREADS", "TORCH_NCCL_ASYNC_ERROR_HANDLING",
+             "PYTORCH_NVML_BASED_CUDA_CHECK")  # fmt: skip
+POISON = _ROOT / "tests" / "support" / "poison"
 SITE_OF_DEEPSPEED = _ROOT / "src" / "shardwell" / "compat" / "deepspeed_api" / "site"
 
 
@@ -51,18 +57,21 @@ class Server:
         self._connection = connection
 
     @classmethod
-    def start(cls) -> Server:
+    def start(cls, kind: str) -> Server:
         here, there = socket.socketpair()
         left_out = ("OMP_NUM_THREADS", VARIABLE)  # this start is one of Python itself
         environment = {name: value for name, value in os.environ.items() if name not in left_out}
         early = early_of(environment)
+        if kind == "poisoned":
+            environment["PYTHONPATH"] = os.pathsep.join([str(POISON), environment.get("PYTHONPATH", "")])
         environment["OPENBLAS_NUM_THREADS"] = "1"  # or numpy starts threads, which no fork survives
+        environment["JE_ARROW_MALLOC_CONF"] = "background_thread:false"  # and so does pyarrow
         words = f"import sys; sys.path.insert(0, {str(_ROOT)!r}); from tests.support import preloaded_server as server"
         null = subprocess.DEVNULL
         with there:
             server = cls(here, early)
             server._process = subprocess.Popen(
-                [sys.executable, "-c", f"{words}; server.main()", str(there.fileno())],
+                [sys.executable, "-c", f"{words}; server.main()", str(there.fileno()), kind],
                 env=environment, pass_fds=[there.fileno()], stdin=null, stdout=null,
             )  # fmt: skip
         atexit.register(server._end)
@@ -79,7 +88,7 @@ class Server:
         return int(answer["pid"])
 
 
-_servers: list[Server] = []
+_servers: dict[str, list[Server]] = {}  # by kind
 _num_started = 0
 _can_start_servers = False  # true in pytest; a process that was forked has at most the server that it was given
 
@@ -95,7 +104,10 @@ def install() -> None:
 
 def install_given(connection: socket.socket | None, early: dict[str, str]) -> None:
     """Let `subprocess` of this process use the server at the other end of `connection` alone."""
-    _servers[:] = [] if connection is None else [Server(connection, early)]
+    _servers.clear()
+    if connection is not None:
+        given = [Server(connection, early)]  # of whatever kind it is
+        _servers.update(dict.fromkeys(KINDS, given))
     _patch()
 
 
@@ -129,13 +141,16 @@ def _execute_child(self: Any, args: Any, *others: Any) -> None:
 def _fork(args: Any, given: dict[str, Any]) -> int | None:
     """Return the id of a process that a server forked, or None if Python itself must be started."""
     request = _request(args, given)
-    if request is None or (server := _next_server()) is None or early_of(request["env"]) != server.early:
+    if request is None:
+        return None
+    kind = request["env"][VARIABLE]
+    if (server := _next_server(kind)) is None or early_of(request["env"]) != server.early:
         return None
     files = [given[one] if given[one] != -1 else number for number, one in enumerate(_STREAMS)]
     try:
         return server.fork(request, [*files, *given["pass_fds"]])
     except (OSError, EOFError):  # it was killed, as a child of its process
-        _servers.remove(server)
+        _servers[kind].remove(server)
         return None
 
 
@@ -151,41 +166,54 @@ _STREAMS = ("p2cread", "c2pwrite", "errwrite")  # standard input, output and err
 def _request(args: Any, given: dict[str, Any]) -> dict[str, Any] | None:
     """Return what a server needs to know, or None if the command asks for Python itself."""
     env = dict(os.environ if given["env"] is None else given["env"])
-    if env.get(VARIABLE) != "1" or isinstance(args, (str, bytes)) or given["shell"] or given["preexec_fn"] is not None:
+    if (
+        env.get(VARIABLE) not in KINDS
+        or isinstance(args, (str, bytes))
+        or given["shell"]
+        or given["preexec_fn"] is not None
+    ):
         return None
     command = [os.fspath(one) for one in args]
+    unbuffered = command[1:2] == ["-u"]  # as torchrun starts its ranks
+    del command[1 : 1 + unbuffered]
     unusual = any(given[one] is not None for one in ("gid", "gids", "uid")) or given["umask"] >= 0
-    if unusual or not given["close_fds"] or given["executable"] not in (None, command[0]) or not _is_program(command):
-        return None
     cwd = os.getcwd() if given["cwd"] is None else os.path.abspath(os.fspath(given["cwd"]))
-    if not os.path.isdir(cwd) or any(_has_start_of_its_own(one) for one in env.get("PYTHONPATH", "").split(os.pathsep)):
+    if unusual or not given["close_fds"] or given["executable"] not in (None, command[0]):
+        return None
+    if not _is_program(command, cwd):
+        return None
+    paths = env.get("PYTHONPATH", "").split(os.pathsep)
+    if not os.path.isdir(cwd) or any(_has_start_of_its_own(one) for one in paths):
+        return None
+    if (str(POISON) in paths) != (env[VARIABLE] == "poisoned"):
         return None
     return {"args": command[1:], "env": env, "cwd": cwd, "session": bool(given["start_new_session"]),
-            "group": given["process_group"], "pass": list(given["pass_fds"])}  # fmt: skip
+            "group": given["process_group"], "pass": list(given["pass_fds"]), "unbuffered": unbuffered}  # fmt: skip
 
 
-def _is_program(command: list[str]) -> bool:
+def _is_program(command: list[str], cwd: str) -> bool:
     """Tell whether it is this Python with a script, a module or a text, and no other options."""
     if len(command) < 2 or command[0] != sys.executable:
         return False
-    return len(command) > 2 if command[1] in ("-m", "-c") else os.path.isfile(command[1])
+    return len(command) > 2 if command[1] in ("-m", "-c") else os.path.isfile(os.path.join(cwd, command[1]))
 
 
 def _has_start_of_its_own(folder: str) -> bool:
     """Tell whether Python would execute a file of the folder at its start. That of DeepSpeed's names may be later."""
     own = [os.path.join(folder, name) for name in ("sitecustomize.py", "usercustomize.py")]
-    return bool(folder) and Path(folder) != SITE_OF_DEEPSPEED and any(map(os.path.exists, own))
+    return bool(folder) and Path(folder) not in (SITE_OF_DEEPSPEED, POISON) and any(map(os.path.exists, own))
 
 
-def _next_server() -> Server | None:
+def _next_server(kind: str) -> Server | None:
     global _num_started
-    if _can_start_servers and len(_servers) < _NUM_SERVERS and _num_started < _LIMIT_OF_SERVERS:
+    servers = _servers.setdefault(kind, [])
+    if _can_start_servers and len(servers) < KINDS[kind] and _num_started < _LIMIT_OF_SERVERS:
         _num_started += 1
-        _servers.append(Server.start())
-        return _servers[-1]
-    if _servers:
-        _servers.append(_servers.pop(0))
-        return _servers[-1]
+        servers.append(Server.start(kind))
+        return servers[-1]
+    if servers:
+        servers.append(servers.pop(0))
+        return servers[-1]
     return None
 
 

@@ -33,6 +33,14 @@ MODULES = (
     "shardwell", "shardwell.engine.engine", "shardwell.engine.initialization", "shardwell.zero", "shardwell.cli",
     "tests.support.leaks",
 )  # fmt: skip
+MODULES_OF_KIND = {
+    "1": (),
+    "poisoned": (),
+    "deepspeed": (
+        "shardwell.compat.deepspeed",  # first: the others look for its names when they are loaded
+        "accelerate", "transformers.trainer", "transformers.models.llama.modeling_llama",
+    ),
+}  # fmt: skip
 _CLONE_PARENT, _CLONE_CHILD_CLEARTID, _CLONE_CHILD_SETTID = 0x8000, 0x200000, 0x1000000
 _SYS_CLONE, _PR_SET_PDEATHSIG, _PR_SET_NAME, _PR_GET_TID_ADDRESS = 56, 1, 15, 40  # on x86-64
 
@@ -41,11 +49,16 @@ def main() -> None:
     """Serve until the connection ends. In a process that was forked, run its program."""
     early = preloaded.early_of(dict(os.environ))
     base = _paths_without(os.environ.get("PYTHONPATH", ""))
+    gc.disable()  # what is imported stays
     for name in MODULES:
         importlib.import_module(name)
+    for name in MODULES_OF_KIND[sys.argv[2]]:
+        with contextlib.suppress(ModuleNotFoundError):  # where it is not installed, its tests are skipped
+            importlib.import_module(name)
     assert len(os.listdir("/proc/self/task")) == 1, "a module of MODULES starts threads, which no fork survives"
     gc.collect()
     gc.freeze()
+    gc.enable()
     # A thread of gloo that is woken would take the core of the thread that has its lock, and poll for the lock.
     os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
     interrupt = signal.signal(signal.SIGINT, signal.SIG_IGN)  # in a terminal it is for pytest, which ends this process
@@ -152,7 +165,9 @@ def _become(request: dict[str, Any], base: list[str]) -> None:
     os.chdir(request["cwd"])
     os.environ.clear()
     os.environ.update(request["env"])
-    sys.stdin, sys.stdout, sys.stderr = map(_stream, range(3), (sys.stdin, sys.stdout, sys.stderr))
+    unbuffered = request["unbuffered"] or bool(os.environ.get("PYTHONUNBUFFERED"))
+    old = (sys.stdin, sys.stdout, sys.stderr)
+    sys.stdin, sys.stdout, sys.stderr = (_stream(number, old[number], unbuffered) for number in range(3))
     sys.__stdin__, sys.__stdout__, sys.__stderr__ = sys.stdin, sys.stdout, sys.stderr  # type: ignore[misc]
     here = [one for one in os.environ.get("PYTHONPATH", "").split(os.pathsep) if one]
     sys.path[:] = [*here, *base]
@@ -185,9 +200,9 @@ def _take_files(files: list[int], numbers: list[int]) -> None:
         os.close(file)
 
 
-def _stream(number: int, old: Any) -> io.TextIOWrapper:
+def _stream(number: int, old: Any, unbuffered: bool) -> io.TextIOWrapper:
     """Open a standard stream again, which may be another file now, as Python does at its start."""
-    unbuffered = number > 0 and bool(os.environ.get("PYTHONUNBUFFERED"))
+    unbuffered = number > 0 and unbuffered
     raw: Any = io.FileIO(number, "w" if number else "r", closefd=False)
     inner = raw if unbuffered else io.BufferedWriter(raw) if number else io.BufferedReader(raw)
     by_lines = number == 2 or raw.isatty()
@@ -216,10 +231,11 @@ def _run(args: list[str]) -> None:
         runpy._run_module_as_main(args[1])  # type: ignore[attr-defined]  # what `python -m` calls
     else:
         sys.argv, sys.path[:0] = args, [os.path.dirname(os.path.realpath(args[0]))]
-        main.__file__, main.__cached__ = args[0], None  # type: ignore[attr-defined]
-        main.__loader__ = importlib.machinery.SourceFileLoader("__main__", args[0])
-        with io.open_code(args[0]) as file:
-            code = compile(file.read(), args[0], "exec")
+        path = os.path.abspath(args[0])
+        main.__file__, main.__cached__ = path, None  # type: ignore[attr-defined]
+        main.__loader__ = importlib.machinery.SourceFileLoader("__main__", path)
+        with io.open_code(path) as file:
+            code = compile(file.read(), path, "exec")
         exec(code, main.__dict__)
 
 

@@ -22,7 +22,7 @@ def trained(block: dict[str, Any], accumulation: int) -> dict[str, Any]:
     rank, size = dist.get_rank(), dist.get_world_size()
     os.environ.update(LOCAL_WORLD_SIZE="2", LOCAL_RANK=str(rank % 2))
     torch.manual_seed(0)
-    model = Gpt()
+    model = Gpt(blocks=2)
     config = zero(
         3,
         zero_optimization={**block, "stage3_param_persistence_threshold": 0},
@@ -33,10 +33,10 @@ def trained(block: dict[str, Any], accumulation: int) -> dict[str, Any]:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     engine, *_ = shardwell.initialize(model=model, optimizer=optimizer, config=config)
     losses, seen = [], {}
-    for number, batch in enumerate(batches(20, 24)):
+    for number, batch in enumerate(batches(12, 24)):
         for micro in range(accumulation):
             loss = engine(share(batch, rank, size, micro, accumulation))
-            if number == 10 and micro == 0:  # with second copies of what was encoded in memory
+            if number == 6 and micro == 0:  # with second copies of what was encoded in memory
                 seen = whole_parameters(model)
                 masters = {name: safe_get_full_fp32_param(p) for name, p in model.named_parameters()}
             engine.backward(loss)

@@ -66,8 +66,17 @@ def test_a_script_and_a_module_are_run_as_python_runs_them(tmp_path: Path) -> No
     script.write_text(
         "import sys\nprint(__name__, __file__, sys.argv, sys.path[0], sys.modules['__main__'].__dict__ is globals())"
     )
-    for args in ([str(script), "one"], ["-m", "script", "one"]):
+    for args in ([str(script), "one"], ["script.py", "one"], ["-m", "script", "one"]):
         assert run(*args, is_preloaded=True, cwd=tmp_path) == run(*args, is_preloaded=False, cwd=tmp_path)
+
+
+def test_ranks_of_torchrun_are_forked_too(tmp_path: Path) -> None:
+    """It starts them with `-u`, and Lightning with a variable of torch's that is read when it is asked for."""
+    script = tmp_path / "script.py"
+    script.write_text("import sys; print(sys.argv, sys.stdout.write_through, 'torch' in sys.modules)")
+    variables = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
+    found = run("-u", str(script), "one", is_preloaded=True, cwd=tmp_path, **variables)
+    assert found == (0, f"{[str(script), 'one']} True True\n", "")
 
 
 def test_filters_of_warnings_are_those_of_the_environment(tmp_path: Path) -> None:
@@ -125,6 +134,7 @@ def test_a_command_whose_server_was_killed_starts_python_itself(
         def fork(self, request: dict[str, Any], files: list[int]) -> int:
             raise EOFError
 
-    monkeypatch.setattr(preloaded, "_servers", [Killed(one._connection, one.early) for one in preloaded._servers])
+    killed = [Killed(one._connection, one.early) for one in preloaded._servers["1"]]
+    monkeypatch.setattr(preloaded, "_servers", {"1": killed})
     monkeypatch.setattr(preloaded, "_can_start_servers", False)
     assert run("-c", "import sys; print('torch' in sys.modules)", is_preloaded=True, cwd=tmp_path)[1] == "False\n"

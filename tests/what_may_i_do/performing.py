@@ -227,7 +227,7 @@ def perform(operation: Operation, column: str, folder: str) -> Result:
         logging.getLogger("shardwell").removeHandler(log)
         for engine in world.engines:
             with contextlib.suppress(Exception):
-                engine.destroy()
+                engine.destroy(whole=False)
         del world
     by_name = [
         one for one in caught if "shardwell" in f"{one.filename} {one.message}" or one.filename == operation.name
@@ -237,7 +237,7 @@ def perform(operation: Operation, column: str, folder: str) -> Result:
         _ordinary.update(said)
     said = [text for text in said if text not in _ordinary]
     if error is not None:
-        return _of_error(error, its_error)
+        return _of_error(error.with_traceback(None), its_error)
     same = len(seen) >= len(expected) and all(map(_close, expected, seen))
     if said:
         return Result("warns", said[0])
