@@ -24,7 +24,7 @@ from tests.support.patience import HANG, soon
 from tests.support.ranks import Ranks
 
 SHORT = 1.0  # seconds: the limit of divergences
-SLOW = 4.0
+SLOW = 6.0  # ranks look at others after 1, 2 and 4 s
 SOON = 15.0
 
 

@@ -176,4 +176,4 @@ def test_who_goes_on_hears_which_rank_ended_and_after_how_many_batches(
     said = [process.communicate(timeout=HANG)[0] for process in processes]
     assert "HEARD PeerError" in said[0]
     assert words in said[0]
-    assert "engine.join()" in said[0]
+    assert ("engine.join()" in said[0]) == ("finished" in words)  # no number of batches helps where a rank raises

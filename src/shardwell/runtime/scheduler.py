@@ -133,6 +133,9 @@ class Scheduler:
             if (refusal := refusal_of(error)) is None:
                 raise
             raise refusal from error
+        except (KeyboardInterrupt, SystemExit):  # torch calls no hooks of the modules inside
+            self.saved.clear()
+            raise
         finally:
             self._in_model = before
         if not self.graph.is_open:
