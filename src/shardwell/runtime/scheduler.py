@@ -129,13 +129,13 @@ class Scheduler:
         try:
             with self.graph.around():
                 yield
+        except (KeyboardInterrupt, SystemExit):  # torch calls no hooks of the modules inside
+            self.saved.clear()
+            raise
         except RuntimeError as error:
             if (refusal := refusal_of(error)) is None:
                 raise
             raise refusal from error
-        except (KeyboardInterrupt, SystemExit):  # torch calls no hooks of the modules inside
-            self.saved.clear()
-            raise
         finally:
             self._in_model = before
         if not self.graph.is_open:
@@ -270,11 +270,9 @@ class Scheduler:
 
     def _free_unaliased(self) -> None:
         """Free released units whose last view is gone, such as a view that a module returned and the hook cloned."""
-        aliased, self._aliased = self._aliased, []
-        for unit in aliased:
+        for unit in self._aliased:
             unit.free_if_unaliased()
-            if unit.is_aliased:
-                self._aliased.append(unit)
+        self._aliased = [unit for unit in self._aliased if unit.is_aliased]
 
     def keep_frozen(self, most: int) -> None:
         """Let frozen parameters stay unsharded from now on, unit after unit, up to `most` elements."""
@@ -290,8 +288,7 @@ class Scheduler:
         """Unshard a released unit that is needed outside its own module, and keep it so until the step.
 
         Its views may be saved for backward by operations that no hook sees. It returns false and does nothing unless
-        all ranks do the same thing anyway: in a forward or backward, or while a loss is computed from the outputs of a
-        forward.
+        all ranks do the same thing anyway: in a forward or backward, or while a loss is computed from their outputs.
         """
         in_pass = current_task() != -1 or self._in_model or any(u.use.in_forward or u.use.in_parts for u in self.units)
         if not in_pass and not (self.graph.is_open and torch.is_grad_enabled()):
@@ -317,8 +314,7 @@ class Scheduler:
     def end_retention(self) -> None:
         """Reshard all retained units: no graph needs them any more."""
         self.graph.is_open = self.graph.was_used = False
-        retained = list(filter(_is_retained, self.units))
-        if retained:
+        if retained := list(filter(_is_retained, self.units)):
             take_edits_closely(retained)  # of values whose memory is freed, the owner cannot be found
         for unit in retained:
             unit.use.is_retained = False
