@@ -323,10 +323,11 @@ def _links(probe: Probe) -> tuple[float, float, float]:
     large = torch.zeros(size * ((1 << 24) if probe.on_gpu else (1 << 21)), device=device)
     latency = probe.seconds(lambda: probe.comm.all_gather(small, None).wait())
     seconds = probe.seconds(lambda: probe.comm.all_gather(large, None).wait())
-    received, sent, into = large.nbytes * (size - 1) / size, torch.zeros_like(large), torch.zeros_like(large[::size])
+    received = large.nbytes * (size - 1) / size
+    gradients, shard = torch.zeros_like(large), large.new_zeros(large.numel() // size)
 
     def both() -> None:
-        works = probe.comm.all_gather(large, None), probe.comm.reduce_scatter(sent, into, 1.0, False, None)
+        works = probe.comm.all_gather(large, None), probe.comm.reduce_scatter(gradients, shard, 1.0, False, None)
         for work in works:
             work.wait()
 
