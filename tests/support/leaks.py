@@ -33,7 +33,7 @@ from tests.support.patience import soon
 _DEPTH = 12  # callers that a place names
 
 found: list[str] = []  # what was dropped, and where it was made
-_Callers = list[tuple[types.CodeType, int]]  # with their lines
+_Callers = list[tuple[types.CodeType, int]]  # with the instructions that they are at
 _places: weakref.WeakKeyDictionary[TemporaryBuffers, dict[int, _Callers]] = weakref.WeakKeyDictionary()
 _failed: weakref.WeakSet[TemporaryBuffers] = weakref.WeakSet()  # of engines that went through an error
 _agreements: weakref.WeakKeyDictionary[TemporaryBuffers, weakref.ref[Agreement]] = weakref.WeakKeyDictionary()
@@ -48,19 +48,19 @@ def watch() -> None:
 
     def made(self: Any, *args: Any, **kwargs: Any) -> None:
         make(self, *args, **kwargs)
-        self.made_at, self.owner = _where()
+        self.made_at, self.owner = _callers(sys._getframe(1)), _owner(sys._getframe(1))
 
     def dropped(self: Any) -> None:
         if hasattr(self, "owner") and not self.is_done and _counts(self.owner):
             found.append(f"nobody waited for what was begun here:\n{_words(self.made_at)}")
 
     def adopted(self: TemporaryBuffers, tensor: Any, *args: Any) -> Any:
-        _places.setdefault(self, {})[id(tensor)] = _where()[0]
+        _places.setdefault(self, {})[id(tensor)] = _callers(sys._getframe(1))
         return adopt(self, tensor, *args)
 
     def allocated(self: TemporaryBuffers, *args: Any) -> Any:
         tensor = allocate(self, *args)
-        _places.setdefault(self, {})[id(tensor)] = _where()[0]
+        _places.setdefault(self, {})[id(tensor)] = _callers(sys._getframe(1))
         return tensor
 
     def stepped(self: Engine, *args: Any, **kwargs: Any) -> Any:
@@ -132,20 +132,35 @@ def _counts(owner: weakref.ref[TemporaryBuffers] | None) -> bool:
     return temporary is not None and temporary not in _failed
 
 
-def _where() -> tuple[_Callers, weakref.ref[TemporaryBuffers] | None]:
-    """The callers, and whose memory it is about. It is asked for each collective, and told of hardly any."""
-    frame, callers, owner = sys._getframe(2), [], None
+def _callers(frame: types.FrameType | None) -> _Callers:
+    """The callers of a frame. They are asked for each collective, and told of hardly any."""
+    callers: _Callers = []
     while frame is not None and len(callers) < _DEPTH:
-        callers.append((frame.f_code, frame.f_lineno))
-        if owner is None:
+        callers.append((frame.f_code, frame.f_lasti))
+        frame = frame.f_back
+    return callers
+
+
+def _owner(frame: types.FrameType | None) -> weakref.ref[TemporaryBuffers] | None:
+    """Whose memory the work of the nearest caller that has any is about."""
+    for _ in range(_DEPTH):
+        if frame is None:
+            return None
+        variables = frame.f_code.co_varnames
+        if "self" in variables or "temporary" in variables:  # a frame's variables as a dictionary take long to make
             names = frame.f_locals
             this = names.get("self")
             temporary = names.get("temporary") or getattr(this, "_temporary", None)
             temporary = temporary or getattr(getattr(this, "_context", None), "temporary", None)
-            owner = weakref.ref(temporary) if isinstance(temporary, TemporaryBuffers) else None
+            if isinstance(temporary, TemporaryBuffers):
+                return weakref.ref(temporary)
         frame = frame.f_back
-    return callers, owner
+    return None
 
 
 def _words(callers: _Callers) -> str:
-    return "\n".join(f"  {code.co_filename}:{line} {code.co_name}" for code, line in callers) or "?"
+    return "\n".join(f"  {code.co_filename}:{_line(code, at)} {code.co_name}" for code, at in callers) or "?"
+
+
+def _line(code: types.CodeType, at: int) -> int | None:
+    return next((line for start, end, line in code.co_lines() if start <= at < end), None)

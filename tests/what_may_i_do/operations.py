@@ -32,6 +32,11 @@ class Operation:
     given: bool = True
 
     @property
+    def num_steps(self) -> int:
+        """Two show what comes of an operation, unless its code asks which step it is."""
+        return 3 if "step ==" in self.code else 2
+
+    @property
     def lines(self) -> list[str]:
         return dedent(self.code).strip().splitlines()
 

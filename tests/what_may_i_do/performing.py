@@ -35,7 +35,6 @@ from tests.programs.trial import Lines, is_refusal
 from tests.support.patience import HANG
 from tests.what_may_i_do.operations import LOOP, OPERATIONS, Operation
 
-NUM_STEPS = 3
 TOLERANCE = 1e-5  # fp32
 COLUMNS: dict[str, dict[str, Any]] = {
     "0": {"stage": 0},
@@ -175,7 +174,7 @@ def train(operation: Operation, world: Plain | Sharded, folder: str) -> Iterator
     names["engine"] = world.initialize(names["model"], optimizer if operation.given else None)
     if operation.when == "start":
         write(code)
-    for step in range(NUM_STEPS):
+    for step in range(operation.num_steps):
         names["step"] = step
         yield from _one_step(operation, write, code, names)
     yield from world.whole(names["model"])
@@ -192,7 +191,7 @@ def _one_step(operation: Operation, write: Any, code: str, names: dict[str, Any]
             write(code)
         write(step)
     yield names["loss"].detach()
-    if operation.when == "between" and names["step"] < NUM_STEPS - 1:
+    if operation.when == "between" and names["step"] < operation.num_steps - 1:
         write(code)
     if "found" in names:
         found = names["found"]

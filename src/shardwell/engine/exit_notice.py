@@ -7,7 +7,7 @@ import sys
 import weakref
 from typing import TYPE_CHECKING
 
-from shardwell.parallel import Agreement
+from shardwell.parallel import Agreement, in_flight
 from shardwell.parallel.peer_failures import FINISHED, Departure
 
 if TYPE_CHECKING:
@@ -41,6 +41,8 @@ def _words(num_batches: int) -> str:
 
 
 def _tell_all() -> None:
+    if getattr(sys, "last_value", None) is None:
+        in_flight.finish()
     for reference, departure, counts in _watched:
         if (engine := reference()) is not None:
             tell(engine._context.roles.agreement, engine.micro_steps, is_exit=True)

@@ -79,6 +79,9 @@ class Teardown:
                 self.scheduler.abandon_passes()
                 if whole and sys.exc_info()[0] is None:
                     logging.getLogger("shardwell").warning("destroy leaves the parameters released: %s", why_not)
+            elif sys.exc_info()[0] is None:
+                for unit in self.scheduler.units:
+                    unit.wait()  # peers may still have to receive what the last step has published
             _drop_gradients(self.scheduler, optimizer)
         self._close(optimizer)
 

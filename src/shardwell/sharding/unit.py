@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from shardwell.errors import ReleasedParameterError, ShardwellError
 from shardwell.parallel import Work
+from shardwell.parallel.in_flight import LeftInFlight
 from shardwell.sharding import edits, released
 from shardwell.sharding.group import ShardedGroup
 from shardwell.sharding.pending_update import FailedUpdate, PendingUpdate
@@ -348,8 +349,16 @@ class Unit:
             self.residency = Residency.UNSHARDING
             released.release(self.sets.unsharded)
             self.updates.pending, self.updates.is_hidden = arrival, False
-            self._pending = [Work(self._after(arrival, groups))] if arrival else [group.publish() for group in groups]
+            self._pending = [Work(self._after(arrival, groups))] if arrival else self._published(groups)
         return bool(groups)
+
+    def _published(self, groups: list[ShardedGroup]) -> list[Work]:
+        """Start the all-gathers of groups. If this rank leaves before it waits for them, peers still get its part."""
+        if self.updates.published is None:
+            context = groups[0].context
+            self.updates.published = LeftInFlight(self, context.roles.agreement, context.device)
+        self.updates.published.works = works = [group.publish() for group in groups]
+        return works
 
     # ---------------------------------------------------------------------------------------- as a parameter owner
 

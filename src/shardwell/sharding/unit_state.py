@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from shardwell.parallel.in_flight import LeftInFlight
 from shardwell.sharding.group import ShardedGroup
 from shardwell.sharding.pending_update import PendingUpdate
 from shardwell.sharding.spec import CommitPolicy
@@ -34,6 +35,7 @@ class UnitUpdates:
     is_ahead: bool = False  # of a step: the update has started on some ranks at least
     is_watched: bool = False  # a use between a backward and its step is detected
     is_hidden: bool = False  # unsharded parameters are released: they may hold values that are never committed
+    published: LeftInFlight | None = None  # the all-gathers of the last step, at stages 1 and 2
 
 
 @dataclass(frozen=True)
