@@ -11,6 +11,8 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
+from shardwell.runtime.aborted_forwards import AbortHook
+
 _FORWARDS = 2  # that are looked at
 
 
@@ -27,6 +29,7 @@ class FirstForwards(TorchFunctionMode):
         return [
             model.register_forward_pre_hook(self._begin),
             model.register_forward_hook(self._end, always_call=True),
+            AbortHook(model, self.stop),
         ]
 
     def _begin(self, module: nn.Module, args: Any) -> None:
@@ -36,6 +39,10 @@ class FirstForwards(TorchFunctionMode):
             self.__enter__()  # type: ignore[no-untyped-call]
 
     def _end(self, module: nn.Module, args: Any, output: Any) -> None:
+        self.stop()
+
+    def stop(self) -> None:
+        """Look at no more operations of the forward that runs."""
         if self._is_looking:
             self._is_looking = False
             self.__exit__(None, None, None)  # type: ignore[no-untyped-call]

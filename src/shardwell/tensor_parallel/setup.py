@@ -12,6 +12,7 @@ from torch import nn
 from shardwell.errors import ConfigError, ShardwellError
 from shardwell.parallel import MeshRoles, TrafficKind
 from shardwell.parallel.model_axis import ModelAxis
+from shardwell.runtime.aborted_forwards import AbortHook
 from shardwell.runtime.randomness import align_randomness, draws_in
 from shardwell.sharding.context import TiedCopies
 from shardwell.sharding.tensor_part import (
@@ -88,8 +89,9 @@ def cut_model(model: nn.Module, roles: MeshRoles, asked: PlanRequest, tied: Tied
         regions = (*regions, CutRegion(axis, splits_sequences=True, draws=draws, is_gathered=True))
     check_parts(model, axis.size)
     same = model.register_forward_pre_hook(InputCheck(roles.tensor), with_kwargs=True)
+    ends = [AbortHook(model, one.randomness.end) for one in regions if one.randomness is not None]
     if read_megatron_marks(model, axis.size, axis.rank):
-        return CutModel(model, _come_cut(model, regions, asked), (same, *_check_gradients(model, axis)))
+        return CutModel(model, _come_cut(model, regions, asked), (same, *ends, *_check_gradients(model, axis)))
     if asked.plan == "none" and asked.layer_specs is None:
         raise ShardwellError(
             f'the tensor axis has {axis.size} ranks, tensor_parallel.plan is "none", and no parameter says that it '
@@ -109,7 +111,7 @@ def cut_model(model: nn.Module, roles: MeshRoles, asked: PlanRequest, tied: Tied
         for parameter in [one for name in cutter.gathering() for one in cutter.whole_in(name)]:
             mark_partial(parameter, False)
     cutter.hooks += PackedUseCheck(model).hook(model)
-    return CutModel(model, regions, (same, *cutter.hooks, *_check_gradients(model, axis)))
+    return CutModel(model, regions, (same, *ends, *cutter.hooks, *_check_gradients(model, axis)))
 
 
 def _check_gradients(model: nn.Module, axis: ModelAxis) -> list[Any]:
