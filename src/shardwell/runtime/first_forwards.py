@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
+from shardwell.errors import ShardwellError
 from shardwell.runtime.aborted_forwards import AbortHook
 
 _FORWARDS = 2  # that are looked at
@@ -50,6 +51,10 @@ class FirstForwards(TorchFunctionMode):
     def before(self, name: str, args: tuple[Any, ...], given: dict[str, Any]) -> None:
         """Look at an operation before it runs."""
 
+    def explain(self, name: str, args: tuple[Any, ...], error: RuntimeError) -> str | None:
+        """Return words for an operation that has failed, or None if they would say no more than the error."""
+        return None
+
     def after(self, name: str, args: tuple[Any, ...], found: Any) -> None:
         """Look at what an operation has returned."""
 
@@ -60,7 +65,12 @@ class FirstForwards(TorchFunctionMode):
             return func(*args, **given)
         name = getattr(func, "__name__", "")
         self.before(name, args, given)
-        found = func(*args, **given)
+        try:
+            found = func(*args, **given)
+        except RuntimeError as error:
+            if (words := self.explain(name, args, error)) is None:
+                raise
+            raise ShardwellError(words) from error
         self.after(name, args, found)
         return found
 

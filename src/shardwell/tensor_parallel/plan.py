@@ -36,6 +36,7 @@ STYLES = (
     "embedding_rowwise",
     "embedding_colwise",
     "moe_tp_experts",
+    "mla_kv_a_proj",
     "replicated_with_grad_allreduce",
     "replicate",
 )
