@@ -39,9 +39,18 @@ MODELS: dict[str, dict[str, Any]] = {
         "shared_expert_intermediate_size": 8,
     },
     "GraniteSWA": {},  # one sink for each head
+    "Qwen3Next": {  # a mixer whose cut layers all gather their outputs
+        **{"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8, "head_dim": 4},
+        **{"shared_expert_intermediate_size": 8, "linear_key_head_dim": 4, "linear_value_head_dim": 4},
+        **{
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+            "layer_types": ["linear_attention", "full_attention"],
+        },
+    },
 }
 # Routers compute in fp32 whatever the dtype of the model, and AdamW makes more of it.
-CLOSE = {"DeepseekV3": 1e-6, "DeepseekV2": 1e-6}
+CLOSE = {"DeepseekV3": 1e-6, "DeepseekV2": 1e-6, "Qwen3Next": 1e-6}
 
 
 def built(kind: str, **extra: Any) -> nn.Module:

@@ -59,7 +59,10 @@ class Cutter:
         block = next((block for block in self.blocks if name.startswith(f"{block}.")), None)
         if block is None:
             return self.outside
-        is_direct = name.rpartition(".")[0] == block
+        around = name.rpartition(".")[0]
+        if self.gathered is not None and around in self.closed():
+            return self.outside
+        is_direct = around == block
         return self.inside if is_direct or self.gathered is None else self.gathered
 
     def gathering(self) -> list[str]:
@@ -70,9 +73,18 @@ class Cutter:
         found = dict.fromkeys(
             name.rpartition(".")[0] for name, style in self.plan.items() if kind_of(style) in _COLUMNS
         )
-        names = [name for name in found if self.plan.get(name) != "moe_tp_experts"]
+        closed = self.closed()
+        names = [name for name in found if self.plan.get(name) != "moe_tp_experts" and name not in closed]
         names = [name for name in names if any(name.startswith(f"{block}.") for block in self.blocks)]
         return [name for name in names if not any(name.startswith(f"{other}.") for other in names)]
+
+    def closed(self) -> list[str]:
+        """Return the modules inside of blocks whose cut layers all gather their outputs: what leaves them is whole."""
+        styles: dict[str, set[str]] = {}
+        for name, style in self.plan.items():
+            styles.setdefault(name.rpartition(".")[0], set()).add(kind_of(style))
+        names = [name for name, found in styles.items() if found == {"colwise_gather_output"}]
+        return [name for name in names if any(name.startswith(f"{block}.") for block in self.blocks)]
 
     def whole_in(self, name: str) -> list[nn.Parameter]:
         """Return the parameters of such a module whose gradients all ranks compute whole, as norms of queries.

@@ -113,13 +113,13 @@ def cut_model(model: nn.Module, roles: MeshRoles, asked: PlanRequest, tied: Tied
 def _split_over(model: nn.Module, cutter: Cutter, region: CutRegion) -> list[Any]:
     """Split sequences between the blocks that are cut, and gather them where modules need all tokens."""
     modules, gathering, hooks = dict(model.named_modules()), cutter.gathering(), []
-    whole = uncut_mixers(modules, cutter.blocks, cutter.plan)
+    whole = [*cutter.closed(), *uncut_mixers(modules, cutter.blocks, cutter.plan)]
     for name in gathering:
         hooks += gather_before(name, modules[name], region)
     for name in whole:
         hooks += run_on_whole_sequences(name, modules[name], region)
     hooks += split_sequences(model, cutter.blocks, region)
-    own = [parameter for name in whole for parameter in modules[name].parameters()]
+    own = [one for name in whole for one in modules[name].parameters() if part_of(one) is None]
     for parameter in [*own, *(one for name in gathering for one in cutter.whole_in(name))]:
         mark_partial(parameter, False)
     return hooks
