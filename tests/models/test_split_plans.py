@@ -29,24 +29,25 @@ COMMON = {
 LATENT = {"q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 4}
 ROUTED = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8, "n_shared_experts": 1}
 ONE_GROUP = {"n_group": 1, "topk_group": 1, "first_k_dense_replace": 1}
+SHARED = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 8,
+    "shared_expert_intermediate_size": 8,
+}
 MODELS: dict[str, dict[str, Any]] = {
     "DeepseekV3": {**LATENT, **ROUTED, **ONE_GROUP},  # attention that the plan leaves whole, shared and packed experts
     "DeepseekV2": {**LATENT, **ROUTED, **ONE_GROUP},  # attention that is cut (mla_kv_a_proj)
-    "Qwen2Moe": {  # a shared expert that gets tokens of all rows in one dimension
-        "num_experts": 4,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 8,
-        "shared_expert_intermediate_size": 8,
-    },
+    "Qwen2Moe": SHARED,  # a shared expert that gets tokens of all rows in one dimension
     "GraniteSWA": {},  # one sink for each head
     "Qwen3Next": {  # a mixer whose cut layers all gather their outputs
-        **{"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8, "head_dim": 4},
-        **{"shared_expert_intermediate_size": 8, "linear_key_head_dim": 4, "linear_value_head_dim": 4},
-        **{
-            "linear_num_key_heads": 2,
-            "linear_num_value_heads": 4,
-            "layer_types": ["linear_attention", "full_attention"],
-        },
+        **SHARED,
+        "head_dim": 4,
+        "linear_key_head_dim": 4,
+        "linear_value_head_dim": 4,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "layer_types": ["linear_attention", "full_attention"],
     },
 }
 # Routers compute in fp32 whatever the dtype of the model, and AdamW makes more of it.

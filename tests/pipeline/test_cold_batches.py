@@ -17,6 +17,7 @@ from shardwell.parallel.point_to_point import PointToPoint
 from shardwell.pipeline.operations import Operation, Pass
 from shardwell.pipeline.schedules import Schedule, check_schedule, make_schedule, needs
 from shardwell.pipeline.simulation import Message, own_messages
+from tests.support.internals import pipeline_links
 from tests.support.pipelines import chain, next_token_loss, pipeline_config, stream
 from tests.support.ranks import Ranks
 
@@ -149,7 +150,7 @@ def trained(waits_on_device: bool) -> tuple[list[set[bool]], list[float]]:
         model = shardwell.pipeline.split(chain(), loss_fn=next_token_loss)
         engine: Any = shardwell.initialize(model=model, config=pipeline_config(1, "1f1b")).engine
         if waits_on_device:
-            links = engine._plan.messages._links
+            links: Any = pipeline_links(engine)
             links._pipe, links._host_group = AsWithNccl(links._pipe), dist.new_group([0, 1], backend="gloo")
             stack.enter_context(mock.patch.object(PointToPoint, "waits_on_device", True))
         batches, losses = stream(3, engine.data_rank), []
