@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 import shardwell
-from shardwell.errors import ConfigError
+from shardwell.errors import ConfigError, ShardwellError
 from shardwell.parallel.point_to_point import PointToPoint
 from shardwell.pipeline.operations import Operation, Pass
 from shardwell.pipeline.schedules import Schedule, check_schedule, make_schedule, needs
@@ -172,6 +172,31 @@ def test_messages_go_through_the_host_in_the_first_batch_of_their_shapes(ranks: 
         assert routes == [{True}, {False}, {True}]
         assert plain == [{False}] * 3
         assert losses == expected
+
+
+def failing_in_the_first_batch() -> str:
+    """Let the last stage raise while the first one waits for a message through the host; return the error."""
+    model = shardwell.pipeline.split(chain(), loss_fn=failing_loss)
+    engine: Any = shardwell.initialize(model=model, config=pipeline_config(1, "1f1b")).engine
+    links: Any = pipeline_links(engine)
+    links._pipe, links._host_group = AsWithNccl(links._pipe), dist.new_group([0, 1], backend="gloo")
+    with mock.patch.object(PointToPoint, "waits_on_device", True):
+        try:
+            engine.train_batch(stream(1, engine.data_rank))
+        except (ShardwellError, ZeroDivisionError) as error:
+            return str(error)
+    return "nothing was raised"
+
+
+def failing_loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    raise ZeroDivisionError("the loss is broken on purpose")
+
+
+def test_a_stage_that_fails_is_an_error_where_another_waits_for_a_message_through_the_host(ranks: Ranks) -> None:
+    first, last = ranks.run(2, failing_in_the_first_batch)
+    assert "the loss is broken on purpose" in last
+    assert "rank 1" in first
+    assert "the loss is broken on purpose" in first
 
 
 @pytest.mark.parametrize(("value", "expected"), [("EAGER", False), ("LAZY", True), (None, True)])
