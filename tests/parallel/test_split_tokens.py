@@ -19,7 +19,6 @@ from tests.support.sequence_models import SequenceCase
 from tests.support.tensor_models import HEAD, PLAN, ROWS, WORDS, TensorCase, started
 
 SPLIT = {"sequence_parallel": True}
-LAYERS = {name: style for name, style in PLAN.items() if "attention" not in name}
 
 
 class Local(sequence_models.Block):
@@ -37,10 +36,12 @@ def beside_exchanged_attention() -> None:
     sequence_models.train(engine, case)
 
 
+def mixed(x: Tensor) -> None:
+    F.scaled_dot_product_attention(x, x, x)
+
+
 def with_plan(what: str) -> None:
-    plan = (
-        {**PLAN, **WORDS, "head": "colwise"} if what == "label" else {**(LAYERS if what == "mixed" else PLAN), **HEAD}
-    )
+    plan = {**PLAN, **WORDS, "head": "colwise"} if what == "label" else {**PLAN, **HEAD}
     case = TensorCase(plan={**plan, **WORDS}, tensor={} if what in ("label", "word") else SPLIT, loss_parallel=True)
     engine, model = started(case, 1)
     rows = batches(1, ROWS)[0]
@@ -58,6 +59,8 @@ def with_plan(what: str) -> None:
         logits = model.head(model.norm(model.hidden(tokens[:, :-1])))
         return vocab_parallel_cross_entropy(logits, tokens[:, 1:] + 20, model.head)
 
+    if what == "mixed":  # in a block itself
+        model.blocks[1].register_forward_pre_hook(lambda _, args: mixed(*args))
     if what == "around":
         model.hidden = around_blocks  # type: ignore[method-assign]
     if what == "last":

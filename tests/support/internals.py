@@ -221,3 +221,9 @@ def disk_or_none(engine: Any) -> Any:
 def memory_stats_of(engine: Any) -> Any:
     """The memory statistics of an engine."""
     return engine._context.memory_stats
+
+
+def pipeline_links(engine: shardwell.Engine) -> Any:
+    """Return the channels of a pipeline's engine."""
+    plan: Any = getattr(engine, "_plan")  # noqa: B009 (of engines in pipelines only)
+    return plan.messages._links

@@ -347,7 +347,7 @@ class ShardwellConfig(ConfigBlock):
     bundle_size: CountOrAuto = Field(
         default="auto",
         description="Elements up to which small neighbouring blocks form one unit; 0 = each is a unit; auto = 4,194,304"
-        ", at most 1/32 of the model and a quarter of stage3_max_live_parameters.",
+        ", at most 1/32 of the model and a quarter of stage3_max_live_parameters; in pipelines at stages 0, 1: 2^26.",
     )
     keep_frozen: CountOrAuto = Field(
         default="auto",

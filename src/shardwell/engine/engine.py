@@ -29,6 +29,7 @@ from shardwell.memory import Device, MemoryReport
 from shardwell.optim import ShardedOptimizer
 from shardwell.optim.factory import Factory, by_name
 from shardwell.parallel import TrafficReport
+from shardwell.runtime.aborted_forwards import undone_if_aborted
 from shardwell.runtime.budget import frozen_budget
 from shardwell.runtime.hooks import ModelFit
 from shardwell.runtime.pytree import CopiedInputs, map_tensors
@@ -80,10 +81,8 @@ class Engine(nn.Module):
         builder: UnitBuilder,
     ) -> None:
         super().__init__()
-        self.module = model
-        self.optimizer = None
-        self.lr_scheduler = None
-        self._loop = UserLoop()
+        self.module, self._loop = model, UserLoop()
+        self.optimizer = self.lr_scheduler = None
         self._scheduler, self._context = scheduler, context
         self._fit = ModelFit(model, scheduler, builder, context.roles.agreement)
         self._precision = ModelPrecision(config, self.device, scheduler.reducer.meet_scale)
@@ -119,7 +118,8 @@ class Engine(nn.Module):
         copied = CopiedInputs(copies) if copies else None
         try:
             running, autocast = self._scheduler.forward_scope((args, kwargs)), self._precision.autocast()
-            with self._context.roles.agreement.failing_together("forward"), running, autocast:
+            together = self._context.roles.agreement.failing_together("forward")
+            with together, undone_if_aborted(self.module), running, autocast:
                 output = self._modules["module"](*args, **kwargs)  # type: ignore[misc]
         finally:
             if copied is not None:

@@ -12,7 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from shardwell import checkpointing
-from shardwell.config import Config
+from shardwell.config import Config, ShardwellConfig, ZeroConfig
 from shardwell.errors import ConfigError
 from shardwell.parallel import Collectives
 from shardwell.parallel.grid import Grid
@@ -27,6 +27,7 @@ from shardwell.pipeline.stage_modules import Layers, StageModules
 from shardwell.sharding import EngineContext, released
 from shardwell.sharding.context import TiedCopies
 
+_BUNDLE = 1 << 26  # elements of a stage whose gradients are reduced together, once a step: 128 MiB in 16 bits
 _MANY = 4  # micro-batches from which stages 2 and 3 cost much on the data axis
 
 
@@ -95,7 +96,23 @@ def with_pipeline(settings: Config, grid: Grid | None, divided: DividedModel | N
     pipeline, zero = settings.pipeline.model_copy(update=changes), settings.zero_optimization
     if "stage" not in zero.model_fields_set:
         zero = zero.model_copy(update={"stage": 1})
-    return settings.model_copy(update={"pipeline": pipeline, "zero_optimization": zero})
+    own = settings.shardwell
+    if zero.stage in (0, 1) and zero.offload_optimizer.device == "none" and own.placement != "auto":
+        own, zero = _with_few_units(own, zero)
+    return settings.model_copy(update={"pipeline": pipeline, "zero_optimization": zero, "shardwell": own})
+
+
+def _with_few_units(own: ShardwellConfig, zero: ZeroConfig) -> tuple[ShardwellConfig, ZeroConfig]:
+    """Return the settings with large units, where nobody has asked for others.
+
+    Gradients are reduced once a step, in the last backward, and parameters are not resharded: small units gain little
+    overlap for many collectives, in each of which the ranks of a stage wait for one another.
+    """
+    if own.bundle_size == "auto":
+        own = own.model_copy(update={"bundle_size": _BUNDLE})
+    if zero.stage3_param_persistence_threshold == "auto" and zero.stage3_model_persistence_threshold is None:
+        zero = zero.model_copy(update={"stage3_param_persistence_threshold": 0})  # norms stay with their blocks
+    return own, zero
 
 
 def plan_pipeline(

@@ -27,7 +27,7 @@ from shardwell.parallel import quantized
 from shardwell.parallel.agreement import Agreement
 from shardwell.parallel.hierarchical import HierarchicalTransport
 from shardwell.parallel.links import Links
-from shardwell.parallel.mesh import RankGroup
+from shardwell.parallel.mesh import RankGroup, close_groups
 from shardwell.parallel.nccl import abort_groups
 from shardwell.parallel.replicated import ReplicatedTransport
 from shardwell.parallel.simulated_moves import simulate_control, simulate_move
@@ -412,6 +412,7 @@ class Collectives:
         if self.hops is not None:
             self.hops.inside.close()
             self.hops.across.close()
+        close_groups(self.links.channels)
         self.rank_group.close()
         end_loans()
 

@@ -24,6 +24,7 @@ class Links:
     def __init__(self, mesh: RankGroup) -> None:
         self._mesh = mesh
         self.agreement: Agreement | None = None
+        self.channels: list[Any] = []  # process groups for messages, of pairs or through the host
 
     def raise_cause(self, error: RuntimeError) -> NoReturn:
         """Raise the reason why a collective failed: that of the first rank that failed, if this is known."""
@@ -82,7 +83,8 @@ class Links:
     @property
     def nccl_groups(self) -> list[Any]:
         """Return the process groups with NCCL communicators that a failure aborts."""
-        return [self._mesh.reduce_group, self._mesh.group] if self._mesh.backend == "nccl" else []
+        mesh = self._mesh
+        return [mesh.reduce_group, mesh.group, *self.channels] if mesh.backend == "nccl" else []
 
     def _try(self) -> None:
         """Raise if a peer is gone and has left no message: a receive over a broken link fails immediately."""

@@ -6,7 +6,7 @@ import contextlib
 import enum
 import os
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, cast
@@ -66,9 +66,14 @@ class RankGroup:
 
     def close(self) -> None:
         """Destroy the process groups, except for the default one."""
-        for group in (self.reduce_group, self.group):
-            if group is not None and dist.is_initialized():
-                dist.destroy_process_group(group)
+        close_groups((self.reduce_group, self.group))
+
+
+def close_groups(groups: Iterable[Any]) -> None:
+    """Destroy process groups."""
+    for group in groups:
+        if group is not None and dist.is_initialized():
+            dist.destroy_process_group(group)
 
 
 def world_mesh(device: torch.device) -> RankGroup:

@@ -4,11 +4,16 @@ A channel is a sending rank, a receiving rank and a direction of the model (forw
 channel are sent and received in the same order; those of different channels are independent of each other. NCCL matches
 messages by their order only, so each channel has a communicator of its own there. Gloo matches them by tags, and sends
 from host memory only: tensors on a GPU are copied there and back.
+
+A message of NCCL is a kernel that occupies the device until the other rank has launched its own. Where that could lock
+ranks up (`through_host`), messages go through gloo there, too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+import os
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -19,7 +24,7 @@ from torch import Tensor
 from shardwell.parallel.collectives import Collectives
 from shardwell.parallel.mesh import pair_group
 from shardwell.parallel.traffic import TrafficKind
-from shardwell.parallel.transport import Work, lend
+from shardwell.parallel.transport import Work, lend, wait_all
 
 Channel = tuple[int, int, str]  # the sending and the receiving rank along the pipeline, and the direction
 _FIRST_TAG, _NUM_TAGS = (1 << 30) + 16, 1 << 20  # of each channel; collectives and links use smaller tags
@@ -42,14 +47,29 @@ class PointToPoint:
             for channel in channels:
                 pairs = [[line[channel[0]], line[channel[1]]] for line in lines]
                 self._group[channel] = pair_group(own, pairs, ranks.backend)
-        self._sending: list[tuple[Any, Tensor]] = []
+        self._sending: list[tuple[Any, Tensor, bool]] = []  # with whether it goes through the host
+        self._host_group, self._uses_host = ranks.group, False
         if ranks.backend == "nccl" and not ranks.is_simulated:
             self._connect(channels)
+            if self.waits_on_device:
+                self._host_group = pair_group(own, lines, "gloo")
+            opened = [*self._group.values(), self._host_group]
+            pipe.links.channels = [group for group in opened if group is not None and group is not ranks.group]
 
     @property
     def waits_on_device(self) -> bool:
-        """Whether a message that is not there yet occupies the device, as NCCL's kernels do."""
-        return not self._pipe.host_drives_progress and not self._pipe.rank_group.is_simulated
+        """Whether a message that is not there yet keeps CUDA from loading a kernel, as NCCL's kernels do."""
+        loads_at_start = os.environ.get("CUDA_MODULE_LOADING", "").upper() == "EAGER"
+        return not self._pipe.host_drives_progress and not self._pipe.rank_group.is_simulated and not loads_at_start
+
+    @contextlib.contextmanager
+    def through_host(self) -> Iterator[None]:
+        """Send and receive through host memory inside, where no message occupies the device; all ranks must do so."""
+        self._uses_host = True
+        try:
+            yield
+        finally:
+            self._uses_host = False
 
     def _connect(self, channels: Sequence[Channel]) -> None:
         """Connect the communicators, one after the other on all ranks.
@@ -70,40 +90,54 @@ class PointToPoint:
         """Start to send a contiguous tensor, whose memory must not change before `finish_sends`."""
         if self._pipe.rank_group.is_simulated:
             return
-        self._sending = [(work, kept) for work, kept in self._sending if not work.is_completed()]
-        if self._is_through_host(tensor):
+        self._sending = [entry for entry in self._sending if not entry[0].is_completed()]
+        by_host = self._pipe.host_drives_progress or self._uses_host
+        if by_host and self._pipe.device.is_on_device(tensor):
             tensor = tensor.cpu()  # the host waits for the device, as gloo's collectives do
-        sent = lend(tensor) if self._pipe.host_drives_progress else tensor
-        target, group = self.line[channel[1]], self._group[channel]
+        sent = lend(tensor) if by_host else tensor
+        target, group = self.line[channel[1]], self._group_of(channel)
         try:
             work = dist.isend(sent, target, group=group, tag=self._tag(channel, sends=True))
         except RuntimeError as error:
             self._pipe.links.raise_cause(error)
-        self._sending.append((work, tensor))
+        self._sending.append((work, tensor, by_host))
 
     def receive(self, into: Tensor, channel: Channel, kind: TrafficKind = TrafficKind.PIPE) -> Work:
         """Start to receive the next message of a channel."""
-        source, group = self.line[channel[0]], self._group[channel]
+        source, group = self.line[channel[0]], self._group_of(channel)
         if self._pipe.rank_group.is_simulated:
             self._pipe.count_message(into.nbytes, source, kind)
             return Work()
-        place = torch.empty_like(into, device="cpu") if self._is_through_host(into) else into
+        by_host = self._pipe.host_drives_progress or self._uses_host
+        place = torch.empty_like(into, device="cpu") if by_host and self._pipe.device.is_on_device(into) else into
         try:
             work = dist.irecv(place, source, group=group, tag=self._tag(channel, sends=False))
         except RuntimeError as error:
             self._pipe.links.raise_cause(error)
         self._pipe.count_message(into.nbytes, source, kind)
-        arrived = Work(partial(self._pipe.direct.wait, [work]))
+        arrived = Work(partial(self._wait, [work], by_host))
         return arrived if place is into else arrived.then(partial(into.copy_, place))
 
-    def _is_through_host(self, tensor: Tensor) -> bool:
-        return self._pipe.host_drives_progress and self._pipe.device.is_on_device(tensor)
+    def _group_of(self, channel: Channel) -> Any:
+        return self._host_group if self._uses_host else self._group[channel]
+
+    def _wait(self, works: list[Any], by_host: bool) -> None:
+        """Wait for messages: on the host for those that go through it, and raise the cause if a peer has failed."""
+        if not by_host or self._pipe.host_drives_progress:
+            self._pipe.direct.wait(works)
+            return
+        links = self._pipe.links
+        try:
+            wait_all(works, links.poll_failures, links.abandon)
+        except RuntimeError as error:
+            links.raise_cause(error)
 
     def finish_sends(self) -> None:
         """Wait until the memory of everything that was sent may be used again."""
         sending, self._sending = self._sending, []
-        if sending:
-            self._pipe.direct.wait([work for work, _ in sending])
+        for by_host in (False, True):
+            if works := [work for work, _, through in sending if through is by_host]:
+                self._wait(works, by_host)
 
     def _tag(self, channel: Channel, *, sends: bool) -> int:
         number = self._count[channel, sends] = self._count.get((channel, sends), 0) + 1

@@ -7,6 +7,7 @@ that only the tensors themselves are sent. Gradients have the shapes of the hidd
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -130,8 +131,12 @@ class StageMessages:
 
     @property
     def wait_on_device(self) -> bool:
-        """Whether messages that have not come yet occupy the device."""
+        """Whether messages that have not come yet keep the device from loading kernels."""
         return self._links.waits_on_device
+
+    def through_host(self) -> contextlib.AbstractContextManager[None]:
+        """Send and receive through host memory inside, on all ranks of the pipeline."""
+        return self._links.through_host()
 
     def _channel(self, source: int, target: int) -> Channel:
         """Return the channel between two neighbouring stages."""

@@ -4,13 +4,16 @@ It knows stages, messages and micro-batches. The engine runs the passes (`StageW
 around them. A message is received one operation ahead of its use, where its shapes are known.
 
 With NCCL, a message that has not come yet is a kernel that runs. CUDA loads a kernel when it is first launched, and may
-wait for the device to be idle before it does. So nothing is received ahead in the first batch of its shapes: the first
-stage would wait for gradients of micro-batch 0 before it loads what micro-batch 1 needs, and the last stage for
-micro-batch 1 before it loads what the backward of micro-batch 0 needs.
+wait for the device to be idle before it does: the first stage would wait for gradients of micro-batch 0 before it loads
+what micro-batch 1 needs, and the last stage for micro-batch 1 before it loads what the backward of micro-batch 0 needs.
+So the messages of the first batch of its shapes go through the host. What else occupies a device then are collectives
+of ranks that run the same list of operations. These cannot wait in a circle: a rank waits for others that are behind it
+in the same list, or for a message of an operation that comes earlier in any order in which the schedule can run.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -58,7 +61,6 @@ class BatchRun:
     schedule: Schedule
     batches: Sequence[Any]
     signatures: Sequence[Signature]
-    receives_ahead: bool
     states: dict[tuple[int, int], PassState] = field(default_factory=dict)
     arrivals: dict[Operation, Arrival] = field(default_factory=dict)
     local: dict[tuple[int, int, bool], list[Tensor]] = field(default_factory=dict)  # between stages of this rank
@@ -88,23 +90,30 @@ class PipelineRunner:
         """Run the operations of a rank; without `trains` only the forwards."""
         signatures = [signature_of(batch, trains=trains) for batch in batches]
         kernels = {(schedule.splits_backward, signature) for signature in signatures}
-        run = BatchRun(schedule, batches, signatures, self._may_receive_ahead(kernels))
+        run = BatchRun(schedule, batches, signatures)
         operations = [one for one in schedule.ranks[rank] if trains or one.kind is Pass.FORWARD]
-        for number, one in enumerate(operations):
-            if one not in run.arrivals:
-                self._receive(run, one)
-            if number + 1 < len(operations):
-                self._receive_ahead(run, operations[number + 1])
-            self._worker.note(one)
-            self._execute(run, one, trains=trains)
-        if self._messages is not None:
-            self._messages.finish()
+        with self._messages_of(kernels):
+            for number, one in enumerate(operations):
+                if one not in run.arrivals:
+                    self._receive(run, one)
+                if number + 1 < len(operations):
+                    self._receive_ahead(run, operations[number + 1])
+                self._worker.note(one)
+                self._execute(run, one, trains=trains)
+            if self._messages is not None:
+                self._messages.finish()
         self._loaded |= kernels
         return run
 
-    def _may_receive_ahead(self, kernels: set[tuple[bool, Signature]]) -> bool:
-        """Return whether no operation of a batch launches a kernel for the first time, as far as shapes decide it."""
-        return self._messages is not None and (not self._messages.wait_on_device or kernels <= self._loaded)
+    def _messages_of(self, kernels: set[tuple[bool, Signature]]) -> contextlib.AbstractContextManager[None]:
+        """Return a context in which messages may wait while operations launch kernels, perhaps for the first time.
+
+        As far as shapes decide it, which all ranks of a pipeline know alike.
+        """
+        messages = self._messages
+        if messages is None or not messages.wait_on_device or kernels <= self._loaded:
+            return contextlib.nullcontext()
+        return messages.through_host()
 
     def _execute(self, run: BatchRun, one: Operation, *, trains: bool) -> None:
         if one.kind is Pass.FORWARD:
@@ -130,7 +139,7 @@ class PipelineRunner:
 
     def _receive_ahead(self, run: BatchRun, one: Operation) -> None:
         """Start to receive what the next operation reads, if its shapes are known."""
-        if self._messages is None or not run.receives_ahead:
+        if self._messages is None:
             return
         if one.kind is Pass.FORWARD:
             is_known = self._messages.knows(one.stage, run.signatures[one.micro_batch])

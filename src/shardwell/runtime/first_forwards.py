@@ -11,6 +11,9 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
+from shardwell.errors import ShardwellError
+from shardwell.runtime.aborted_forwards import AbortHook
+
 _FORWARDS = 2  # that are looked at
 
 
@@ -27,6 +30,7 @@ class FirstForwards(TorchFunctionMode):
         return [
             model.register_forward_pre_hook(self._begin),
             model.register_forward_hook(self._end, always_call=True),
+            AbortHook(model, self.stop),
         ]
 
     def _begin(self, module: nn.Module, args: Any) -> None:
@@ -36,12 +40,20 @@ class FirstForwards(TorchFunctionMode):
             self.__enter__()  # type: ignore[no-untyped-call]
 
     def _end(self, module: nn.Module, args: Any, output: Any) -> None:
+        self.stop()
+
+    def stop(self) -> None:
+        """Look at no more operations of the forward that runs."""
         if self._is_looking:
             self._is_looking = False
             self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
 
     def before(self, name: str, args: tuple[Any, ...], given: dict[str, Any]) -> None:
         """Look at an operation before it runs."""
+
+    def explain(self, name: str, args: tuple[Any, ...], error: RuntimeError) -> str | None:
+        """Return words for an operation that has failed, or None if they would say no more than the error."""
+        return None
 
     def after(self, name: str, args: tuple[Any, ...], found: Any) -> None:
         """Look at what an operation has returned."""
@@ -53,7 +65,12 @@ class FirstForwards(TorchFunctionMode):
             return func(*args, **given)
         name = getattr(func, "__name__", "")
         self.before(name, args, given)
-        found = func(*args, **given)
+        try:
+            found = func(*args, **given)
+        except RuntimeError as error:
+            if (words := self.explain(name, args, error)) is None:
+                raise
+            raise ShardwellError(words) from error
         self.after(name, args, found)
         return found
 

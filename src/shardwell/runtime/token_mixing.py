@@ -15,6 +15,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from shardwell.errors import ShardwellError
+from shardwell.runtime.aborted_forwards import AbortHook
 from shardwell.runtime.first_forwards import FirstForwards
 
 _PRODUCTS = ("matmul", "__matmul__", "bmm", "einsum")
@@ -34,6 +35,12 @@ def leave_whole_sequences() -> None:
     _num_whole = max(0, _num_whole - 1)  # hooks that are always called run also if the first one was not reached
 
 
+def forget_whole_sequences() -> None:
+    """Note that nothing runs any more: an interrupt ends modules without their hooks."""
+    global _num_whole
+    _num_whole = 0
+
+
 @contextlib.contextmanager
 def whole_sequences() -> Iterator[None]:
     """Let code run that has whole sequences: it may mix tokens."""
@@ -51,6 +58,10 @@ class TokenMixingCheck(FirstForwards):
         """`num_tokens`: how many a rank has of the sequence now; `words`: what to say of {name} and {tokens}."""
         super().__init__()
         self._num_tokens, self._words = num_tokens, words
+
+    def hook(self, model: nn.Module) -> list[Any]:
+        """Look at the forwards of this model; return the hooks."""
+        return [*super().hook(model), AbortHook(model, forget_whole_sequences)]
 
     def before(self, name: str, args: tuple[Any, ...], given: dict[str, Any]) -> None:
         """Look at an operation before it runs."""

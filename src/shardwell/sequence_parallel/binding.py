@@ -13,6 +13,7 @@ from torch import nn
 from shardwell.errors import ShardwellError
 from shardwell.parallel import Collectives
 from shardwell.parallel.model_axis import ModelAxis
+from shardwell.runtime.aborted_forwards import AbortHook
 
 
 @dataclass(eq=False)
@@ -48,7 +49,7 @@ def bind(binding: SequenceBinding) -> None:
             del _running[_running.index(binding) :]
 
     hooks = begin, binding.model.register_forward_hook(end, always_call=True)
-    binding.undo += [hook.remove for hook in hooks]
+    binding.undo += [hook.remove for hook in (*hooks, AbortHook(binding.model, end))]
 
 
 def current() -> SequenceBinding | None:

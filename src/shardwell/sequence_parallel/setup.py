@@ -12,6 +12,7 @@ from shardwell.errors import ShardwellError
 from shardwell.parallel import MeshRoles, TrafficKind
 from shardwell.parallel.consistency import check_alike
 from shardwell.parallel.model_axis import ModelAxis
+from shardwell.runtime.aborted_forwards import AbortHook
 from shardwell.runtime.pytree import tensors_in
 from shardwell.runtime.randomness import RegionRandomness, draws_in
 from shardwell.runtime.token_mixing import TokenMixingCheck
@@ -63,7 +64,7 @@ def _separate_randomness(binding: SequenceBinding) -> None:
     randomness, device = RegionRandomness(binding.axis.rank), binding.axis.comm.device.torch_device
     begin = binding.model.register_forward_pre_hook(lambda *_: randomness.begin(device))
     end = binding.model.register_forward_hook(lambda *_: randomness.end(), always_call=True)
-    binding.undo += [begin.remove, end.remove]
+    binding.undo += [begin.remove, end.remove, AbortHook(binding.model, randomness.end).remove]
 
 
 class _PartCheck:

@@ -34,7 +34,7 @@ def bundle_neighbours(model: nn.Module, specs: list[UnitSpec], most: int) -> lis
     names: list[str] = []  # of the first module of each unit in `found`
     for number, one in enumerate(specs):
         container = _container(one, specs[number + 1 : number + 2], modules)
-        if container is not None and found and _container(found[-1], [], modules, names[-1]) is container:
+        if container is not None and found and _follows(found[-1], names[-1], one, container, modules):
             joined = _joined(found[-1], names[-1], one)
             if joined.numel <= most:
                 found[-1] = joined
@@ -54,6 +54,18 @@ def _container(
         return None
     parent = modules.get(name.rpartition(".")[0])
     return parent if isinstance(parent, _IN_ORDER) else None
+
+
+def _follows(last: UnitSpec, its_name: str, one: UnitSpec, container: nn.Module, modules: dict[str, nn.Module]) -> bool:
+    """Return whether a unit may join the last one: in the same container, with no module of another stage between.
+
+    The layers of a rank on both sides of such a module are of different pipeline stages, which do not run together.
+    """
+    if _container(last, [], modules, its_name) is not container:
+        return False
+    children = list(container.children())
+    start, end = (children.index(module) for module in (last.modules[-1], one.module))
+    return not any(getattr(module, "is_elsewhere", False) for module in children[start:end])
 
 
 def _joined(first: UnitSpec, its_name: str, one: UnitSpec) -> UnitSpec:

@@ -21,6 +21,7 @@ from shardwell.sharding.whole_tensor import first_values
 from shardwell.tensor_parallel import layers
 from shardwell.tensor_parallel.plan import blocks_of, kind_of
 from shardwell.tensor_parallel.region import CutRegion
+from shardwell.tensor_parallel.whole_modules import gather_around
 
 _COLUMNS, _ROWS = (
     ("colwise", "colwise_gather_output", "packed_colwise"),
@@ -58,13 +59,32 @@ class Cutter:
         block = next((block for block in self.blocks if name.startswith(f"{block}.")), None)
         if block is None:
             return self.outside
-        is_direct = name.rpartition(".")[0] == block
+        around = name.rpartition(".")[0]
+        if self.gathered is not None and around in self.closed():
+            return self.outside
+        is_direct = around == block
         return self.inside if is_direct or self.gathered is None else self.gathered
 
     def gathering(self) -> list[str]:
-        """Return the modules inside of blocks that hold layers cut by columns: they take whole sequences."""
-        found = [name.rpartition(".")[0] for name, style in self.plan.items() if kind_of(style) in _COLUMNS]
-        return [name for name in dict.fromkeys(found) if any(name.startswith(f"{block}.") for block in self.blocks)]
+        """Return the modules inside of blocks that hold layers cut by columns: they take whole sequences.
+
+        Experts do so by hooks of their own, and modules inside of others get what these have gathered.
+        """
+        found = dict.fromkeys(
+            name.rpartition(".")[0] for name, style in self.plan.items() if kind_of(style) in _COLUMNS
+        )
+        closed = self.closed()
+        names = [name for name in found if self.plan.get(name) != "moe_tp_experts" and name not in closed]
+        names = [name for name in names if any(name.startswith(f"{block}.") for block in self.blocks)]
+        return [name for name in names if not any(name.startswith(f"{other}.") for other in names)]
+
+    def closed(self) -> list[str]:
+        """Return the modules inside of blocks whose cut layers all gather their outputs: what leaves them is whole."""
+        styles: dict[str, set[str]] = {}
+        for name, style in self.plan.items():
+            styles.setdefault(name.rpartition(".")[0], set()).add(kind_of(style))
+        names = [name for name, found in styles.items() if found == {"colwise_gather_output"}]
+        return [name for name in names if any(name.startswith(f"{block}.") for block in self.blocks)]
 
     def whole_in(self, name: str) -> list[nn.Parameter]:
         """Return the parameters of such a module whose gradients all ranks compute whole, as norms of queries.
@@ -88,7 +108,11 @@ class Cutter:
                 self._become(module, layers.InnerLinear, name, region)
                 module.ends = self._has_end(name)  # type: ignore[assignment]
         elif style == "moe_tp_experts":
-            self.hooks += layers.sum_around(module, region, name)
+            is_split = region.splits_sequences
+            self.hooks += (gather_around if is_split else layers.sum_around)(module, self.inside, name)
+        elif style == "mla_kv_a_proj":
+            if not region.splits_sequences:  # else each rank computes a part of the gradients of all that is not cut
+                self.hooks.append(layers.enter_rope(module, self.model.get_submodule(name.rpartition(".")[0]), region))
         elif isinstance(module, nn.Embedding) and style.startswith("embedding"):
             self._cut_embedding(name, module, region, by_words=style == "embedding_rowwise")
         elif hasattr(module, "base_layer"):
@@ -174,6 +198,9 @@ class Cutter:
 
     def _cut_parameter(self, name: str, parameter: nn.Parameter, style: str) -> None:
         """Cut a parameter that a module uses itself, as packed experts do: the last two dims are out and in."""
+        if parameter.ndim == 1 and style == "colwise":  # one number for each head, such as attention sinks
+            self._cut_tensor(name, parameter, 0, style)
+            return
         if kind_of(style) not in (*_COLUMNS, *_ROWS) or parameter.ndim < 2:
             raise ShardwellError(
                 f"tensor_parallel.plan: {style} does not fit parameter '{name}' {tuple(parameter.shape)}"

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from shardwell.errors import ShardwellError
 from shardwell.tensor_parallel.functions import check_range, enter, leave
 from shardwell.tensor_parallel.region import CutRegion
 
@@ -157,6 +158,27 @@ def sum_around(module: nn.Module, region: CutRegion, name: str) -> list[Any]:
         return leave(output, region.axis, f"TENSOR {name}")
 
     return [module.register_forward_pre_hook(begin, with_kwargs=True), module.register_forward_hook(end)]
+
+
+def enter_rope(module: nn.Module, attention: nn.Module, region: CutRegion) -> Any:
+    """Let the last outputs of a projection, the keys that all heads share (MLA), enter a region; return the hook.
+
+    The other outputs enter where the layer that expands them, which is cut by columns, takes its input.
+    """
+    owners = (attention, getattr(attention, "config", None))
+    sizes = [size for owner in owners if isinstance(size := getattr(owner, "qk_rope_head_dim", None), int)]
+    if not sizes:
+        raise ShardwellError(
+            f"tensor_parallel.plan: mla_kv_a_proj needs qk_rope_head_dim of {type(attention).__name__} or of its config"
+        )
+
+    def enter_last(_: nn.Module, __: Any, output: Tensor) -> Tensor:
+        if not (output.requires_grad and torch.is_grad_enabled()):
+            return output
+        latent, rope = output[..., : -sizes[0]], output[..., -sizes[0] :]
+        return torch.cat((latent, enter(rope, region.axis, "TENSOR keys of all heads")), -1)
+
+    return module.register_forward_hook(enter_last)
 
 
 def restore(layer: nn.Module) -> None:

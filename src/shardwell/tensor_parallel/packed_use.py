@@ -29,6 +29,7 @@ _SAME_PLACES = re.compile(
     r"_*r?(add|mul|sub|(true)?div)_*|clamp_?|clip_?|dropout|contiguous|clone|to|type|type_as|float|half|bfloat16|double|"
     "relu|gelu|silu|sigmoid|tanh|softplus"
 )
+_MISFIT = re.compile("must match|is invalid for input of size|cannot be multiplied|is not compatible|Sizes of tensors")
 _SIZE_OF_HEADS = re.compile(r"head.*(dim|size|width|channels)|(dim|size|width|^d).*head|head|d_kv?|d_v")
 _NUMBER_OF_HEADS = re.compile(r"(n|num|nb|number)_?.*heads?|heads|h|.*groups")
 
@@ -77,6 +78,17 @@ class PackedUseCheck(FirstForwards):
                     f"as if it were whole, and each of {known.num_parts} ranks has a part of each: let their sizes "
                     "follow from the output, as chunk does, or divide the size in the module by the number of ranks"
                 )
+
+    def explain(self, name: str, args: tuple[Any, ...], error: RuntimeError) -> str | None:
+        """Return words for an operation on shapes that do not fit: it may have got a part, and count on the whole."""
+        if isinstance(error, ShardwellError) or not _MISFIT.search(str(error)):
+            return None
+        shapes = " and ".join(str(tuple(one.shape)) for one in args if isinstance(one, Tensor))
+        return (
+            f"tensor_parallel: {name.strip('_')} of {shapes or 'these shapes'} failed: {str(error).splitlines()[0]}. If"
+            " the model runs without tensor_parallel, a module counts on a whole tensor of which a rank has a part: "
+            "leave the layers around it out of the plan, or leave sequence_parallel out if it is set"
+        )
 
     def after(self, name: str, args: tuple[Any, ...], found: Any) -> None:
         """Note what layers that are cut by columns have returned."""

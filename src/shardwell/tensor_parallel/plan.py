@@ -36,6 +36,7 @@ STYLES = (
     "embedding_rowwise",
     "embedding_colwise",
     "moe_tp_experts",
+    "mla_kv_a_proj",
     "replicated_with_grad_allreduce",
     "replicate",
 )
@@ -102,7 +103,8 @@ def _matched(model: nn.Module, patterns: Mapping[str, str], *, is_own: bool = Fa
         known = _OLD_NAMES.get(style, style)
         if known in _SEVERAL_RANKS:
             raise ShardwellError(
-                f"tensor_parallel.plan: {pattern}: {style} needs expert parallelism, which is not built"
+                f"tensor_parallel.plan: {pattern}: {style} is a style of expert parallelism, not of the tensor "
+                "axis: give a plan without it, or share the experts by shardwell.expert_parallel_size instead"
             )
         if not _SHAPE.fullmatch(known) or kind_of(known) not in STYLES:
             raise ConfigError(f"tensor_parallel.plan: {pattern}: {style!r} is no style; use one of {', '.join(STYLES)}")

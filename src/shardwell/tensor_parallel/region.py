@@ -14,6 +14,7 @@ from shardwell.runtime.randomness import RegionRandomness
 from shardwell.tensor_parallel import functions
 
 SEQUENCE_DIM = 1  # of hidden states: batch, sequence, width
+_FLAT_DIM = 0  # of hidden states whose batch and sequence are one dimension
 
 
 class CutRegion:
@@ -23,19 +24,24 @@ class CutRegion:
     output.
     """
 
-    def __init__(self, axis: ModelAxis, *, splits_sequences: bool, draws: bool, is_gathered: bool = False) -> None:
+    def __init__(
+        self, axis: ModelAxis, *, splits_sequences: bool, draws: bool, around: CutRegion | None = None
+    ) -> None:
         """`draws`: random numbers (dropout) are drawn in some such regions.
 
-        `is_gathered`: the module around the layers all-gathers the sequences.
+        `around`: the region in which the module around the layers all-gathers the sequences.
         """
         self._axis: ModelAxis | None = axis
-        self.splits_sequences, self._is_gathered = splits_sequences, is_gathered
+        self.splits_sequences, self._is_gathered = splits_sequences, around is not None
         self.randomness = RegionRandomness(axis.rank) if draws else None
         # An input, and what layers got of it, until the region ends, or the input is gone: a recomputation that has all
         # it needs stops before the end, and its graph must not stay.
         self._input: weakref.ref[Tensor] | None = None
         self._found: Tensor | None = None
-        self._lengths: set[int] = set()  # of the parts of sequences; recomputations may be of earlier ones
+        # Of the parts of sequences, and of those of all rows together; recomputations may be of earlier ones.
+        self._lengths: set[int] = set()
+        self._flat_lengths: set[int] = set()
+        self._dims: dict[str, int] = {} if around is None else around._dims  # gathered last, by module
         self.num_tokens: int | None = None  # of this rank's part, while sequences are split
 
     @property
@@ -63,7 +69,7 @@ class CutRegion:
         found = self._entered(values)
         if found is None:
             if self.splits_sequences:
-                found = self.gather_sequence(values, name)
+                found = self.gather_sequence(values, name.rpartition(".")[0])
             elif values.requires_grad and torch.is_grad_enabled():
                 found = functions.enter(values, self.axis, f"TENSOR {name}")
             else:
@@ -90,7 +96,7 @@ class CutRegion:
         """Return the sum over the ranks of the output of a layer that is cut by rows."""
         self._forget()
         if self.splits_sequences:
-            return functions.scatter(values, self.axis, SEQUENCE_DIM, f"TENSOR {name}", sums=True)
+            return self.scatter_sequence(values, name)
         if self.randomness is not None:
             self.randomness.end()
         return functions.leave(values, self.axis, f"TENSOR {name}")
@@ -98,13 +104,34 @@ class CutRegion:
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def gather_sequence(self, values: Tensor, name: str) -> Tensor:
         """Return whole sequences, whose gradients the ranks compute in parts."""
-        if (length := values.shape[SEQUENCE_DIM]) not in self._lengths:
+        dim = self._dims[name] = self.dim_of_tokens(values, name)
+        return functions.gather(values, self.axis, dim, f"TENSOR {name}", sums=True)
+
+    def dim_of_tokens(self, values: Tensor, name: str) -> int:
+        """Return the dimension of hidden states along which ranks have parts: that of tokens, or of rows and tokens."""
+        dim = SEQUENCE_DIM if values.ndim > 2 else _FLAT_DIM
+        known = self._lengths if dim == SEQUENCE_DIM else self._flat_lengths
+        if (length := values.shape[dim]) not in known:
             raise ShardwellError(
                 f"tensor_parallel.sequence_parallel: '{name}' got hidden states of {length} tokens, which were not "
                 "split over the ranks: blocks must be called as modules, one after another, beginning with the first "
                 "of their list; leave sequence_parallel out if they are not"
             )
-        return functions.gather(values, self.axis, SEQUENCE_DIM, f"TENSOR {name}", sums=True)
+        return dim
+
+    def scatter_sequence(self, values: Tensor, name: str) -> Tensor:
+        """Return this rank's part of the sequences, along the dimension along which they were gathered."""
+        around = name
+        while around and around not in self._dims:
+            around = around.rpartition(".")[0]
+        dim = self._dims.get(around, SEQUENCE_DIM)
+        if (values.ndim == 2) != (dim == _FLAT_DIM):
+            raise ShardwellError(
+                f"tensor_parallel.sequence_parallel: '{name}' puts out {values.ndim} dimensions, and '{around}' got "
+                f"{3 if dim == SEQUENCE_DIM else 2}, so that it is not known which tokens are this rank's: leave "
+                "sequence_parallel out"
+            )
+        return functions.scatter(values, self.axis, dim, f"TENSOR {name}", sums=True)
 
     def begin_forward(self) -> None:
         """Note that a forward of the model begins, with whole sequences."""
@@ -126,6 +153,7 @@ class CutRegion:
         found = functions.scatter(values, self.axis, SEQUENCE_DIM, "TENSOR sequences", sums=False)
         self.num_tokens = found.shape[SEQUENCE_DIM]
         self._lengths.add(self.num_tokens)
+        self._flat_lengths.add(found.shape[0] * self.num_tokens)
         return found
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]

@@ -24,6 +24,11 @@ _MIXES = (
     "attention, or leave sequence_parallel out"
 )
 
+_REFUSED = {
+    "output_hidden_states": "the hidden states between blocks",
+    "output_router_logits": "the logits of routers (and a loss of them)",
+}
+
 
 def blocks_in_plan(model: nn.Module, plan: Iterable[str]) -> tuple[str, ...]:
     """Return the repeated blocks of a model that have layers of a plan, in the order of the model.
@@ -95,11 +100,12 @@ class _Begin:
     def __call__(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         self._region.begin_forward()
         config = getattr(module, "config", None)
-        if kwargs.get("output_hidden_states") or getattr(config, "output_hidden_states", False):
-            raise ShardwellError(
-                "tensor_parallel.sequence_parallel: output_hidden_states asks for the hidden states between blocks, of "
-                "which each rank has a part of the sequence; leave sequence_parallel out, or do not ask for them"
-            )
+        for key, words in _REFUSED.items():
+            if kwargs.get(key) or (kwargs.get(key) is None and getattr(config, key, False)):
+                raise ShardwellError(
+                    f"tensor_parallel.sequence_parallel: {key} asks for {words}, of which each rank has a part of the "
+                    "sequence; leave sequence_parallel out, or do not ask for them"
+                )
 
 
 class _Split:

@@ -12,6 +12,7 @@ from torch import nn
 from shardwell.errors import ConfigError, ShardwellError
 from shardwell.parallel import MeshRoles, TrafficKind
 from shardwell.parallel.model_axis import ModelAxis
+from shardwell.runtime.aborted_forwards import AbortHook
 from shardwell.runtime.randomness import align_randomness, draws_in
 from shardwell.sharding.context import TiedCopies
 from shardwell.sharding.tensor_part import (
@@ -31,6 +32,7 @@ from shardwell.tensor_parallel.packed_use import PackedUseCheck
 from shardwell.tensor_parallel.plan import plan_of
 from shardwell.tensor_parallel.region import CutRegion
 from shardwell.tensor_parallel.sequence import blocks_in_plan, gather_before, split_sequences
+from shardwell.tensor_parallel.whole_modules import run_on_whole_sequences, uncut_mixers
 
 
 @dataclass(frozen=True)
@@ -85,11 +87,12 @@ def cut_model(model: nn.Module, roles: MeshRoles, asked: PlanRequest, tied: Tied
     inside = CutRegion(axis, splits_sequences=True, draws=draws) if asked.sequence_parallel else outside
     regions = (outside,) if inside is outside else (outside, inside)
     if asked.sequence_parallel:
-        regions = (*regions, CutRegion(axis, splits_sequences=True, draws=draws, is_gathered=True))
+        regions = (*regions, CutRegion(axis, splits_sequences=True, draws=draws, around=inside))
     check_parts(model, axis.size)
     same = model.register_forward_pre_hook(InputCheck(roles.tensor), with_kwargs=True)
+    ends = [AbortHook(model, one.randomness.end) for one in regions if one.randomness is not None]
     if read_megatron_marks(model, axis.size, axis.rank):
-        return CutModel(model, _come_cut(model, regions, asked), (same, *_check_gradients(model, axis)))
+        return CutModel(model, _come_cut(model, regions, asked), (same, *ends, *_check_gradients(model, axis)))
     if asked.plan == "none" and asked.layer_specs is None:
         raise ShardwellError(
             f'the tensor axis has {axis.size} ranks, tensor_parallel.plan is "none", and no parameter says that it '
@@ -102,14 +105,24 @@ def cut_model(model: nn.Module, roles: MeshRoles, asked: PlanRequest, tied: Tied
     cutter = Cutter(model, plan, roles.stage, inside, outside, cut_blocks, gathered, tied)
     cutter.cut()
     if asked.sequence_parallel:
-        modules = dict(model.named_modules())
-        for name in cutter.gathering():
-            cutter.hooks += gather_before(name, modules[name], inside)
-        cutter.hooks += split_sequences(model, cut_blocks, inside)
-        for parameter in [one for name in cutter.gathering() for one in cutter.whole_in(name)]:
-            mark_partial(parameter, False)
+        cutter.hooks += _split_over(model, cutter, inside)
     cutter.hooks += PackedUseCheck(model).hook(model)
-    return CutModel(model, regions, (same, *cutter.hooks, *_check_gradients(model, axis)))
+    return CutModel(model, regions, (same, *ends, *cutter.hooks, *_check_gradients(model, axis)))
+
+
+def _split_over(model: nn.Module, cutter: Cutter, region: CutRegion) -> list[Any]:
+    """Split sequences between the blocks that are cut, and gather them where modules need all tokens."""
+    modules, gathering, hooks = dict(model.named_modules()), cutter.gathering(), []
+    whole = [*cutter.closed(), *uncut_mixers(modules, cutter.blocks, cutter.plan)]
+    for name in gathering:
+        hooks += gather_before(name, modules[name], region)
+    for name in whole:
+        hooks += run_on_whole_sequences(name, modules[name], region)
+    hooks += split_sequences(model, cutter.blocks, region)
+    own = [one for name in whole for one in modules[name].parameters() if part_of(one) is None]
+    for parameter in [*own, *(one for name in gathering for one in cutter.whole_in(name))]:
+        mark_partial(parameter, False)
+    return hooks
 
 
 def _check_gradients(model: nn.Module, axis: ModelAxis) -> list[Any]:
