@@ -183,5 +183,5 @@ def on_grid(cases: list[TensorCase], stage: int) -> list[dict[str, Tensor]]:
         engine, _ = started(case, stage)
         train(engine, case)
         found.append(engine.state_dict())
-        engine.destroy()
+        engine.destroy(whole=False)
     return found
