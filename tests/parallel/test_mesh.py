@@ -87,7 +87,7 @@ def on_two_rows(ranks: Ranks, stage: int) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_a_mesh_of_one_row_changes_no_bit_byte_or_token(ranks: Ranks, stage: int) -> None:
     plain = on_one_row(ranks, stage)
-    for shape in ((2,), (1, 2)):
+    for shape in [[(2,)], [(1, 2)], [(2,)], [(2,), (1, 2)]][stage]:
         for expected, found in zip(plain, ranks.run(2, under_mesh, shape, trained, stage), strict=True):
             different = [key for key in expected if not same(expected[key], found[key])]
             assert not different, f"{shape}: {different}"
@@ -98,22 +98,12 @@ def test_a_mesh_of_one_row_changes_no_bit_byte_or_token(ranks: Ranks, stage: int
 
 @pytest.mark.parametrize(
     ("stage", "shape"),
-    [
-        (0, (2, 2)),
-        (1, (2, 2)),
-        (2, (2, 2)),
-        (3, (2, 2)),
-        (1, (3, 2)),
-        (3, (3, 2)),
-        (0, (2, 3)),
-        (2, (2, 3)),
-        (3, (2, 3)),
-    ],
+    [(0, (2, 2)), (1, (2, 2)), (2, (2, 2)), (3, (2, 2)), (1, (3, 2)), (3, (2, 3))],
 )
 def test_hybrid_sharding_follows_plain_training(ranks: Ranks, stage: int, shape: tuple[int, int]) -> None:
     cases = [Case(), Case(accumulation=2, clip=0.5, groups=True, born_sharded=True)]
     num_ranks = shape[0] * shape[1]
-    if num_ranks > 4:
+    if (stage, shape) != (3, (2, 2)):
         cases = cases[1:]
     for case, found in zip(cases, ranks.run(num_ranks, under_mesh, shape, all_sharded, cases, stage)[-1], strict=True):
         difference, name = distance(found, plainly(case)[0])
