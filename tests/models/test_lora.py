@@ -155,7 +155,7 @@ def on_a_base_born_sharded(kind: str) -> tuple[dict[str, Tensor], Run]:
     return whole_parameters(model), zoo.train_sharded(model, base_of(kind), 3)
 
 
-@pytest.mark.parametrize("kind", ADAPTERS)
+@pytest.mark.parametrize("kind", ["lora and a whole head", "prompt", "lora of t5"])
 def test_adapters_on_a_base_that_was_born_sharded(ranks: Ranks, kind: str) -> None:
     model = with_adapter(zoo.build(base_of(kind)), kind)
     start = {key: parameter.detach().clone() for key, parameter in model.named_parameters()}

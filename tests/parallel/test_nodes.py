@@ -56,7 +56,7 @@ def test_fp64_parameters_agree_with_plain_pytorch(ranks: Ranks, stage: int) -> N
         assert difference < 1e-10, f"{case}: {name} differs by {difference}"
 
 
-@pytest.mark.parametrize(("num_ranks", "of"), [(4, 2), (6, 3), (6, 2)])
+@pytest.mark.parametrize(("num_ranks", "of"), [(4, 2), (6, 3)])
 def test_shards_of_ranks_that_stand_alike_lie_side_by_side(ranks: Ranks, num_ranks: int, of: int) -> None:
     places = ranks.run(num_ranks, on_nodes, of, place)
     num_nodes = num_ranks // of
@@ -73,9 +73,9 @@ def place() -> int:
     return world.shard_index
 
 
-@pytest.mark.parametrize(("sizes", "by_turns"), [([4, 2], False), ([2, 2, 2], True), ([1, 5], False)])
+@pytest.mark.parametrize(("sizes", "by_turns"), [([2, 1], False), ([2, 2, 2], True), ([1, 3], False)])
 def test_nodes_that_are_not_alike_have_no_hops(ranks: Ranks, sizes: list[int], by_turns: bool) -> None:
-    assert ranks.run(6, on_unlike_nodes, sizes, by_turns, place) == list(range(6))
+    assert ranks.run(sum(sizes), on_unlike_nodes, sizes, by_turns, place) == list(range(sum(sizes)))
 
 
 def gradient_bytes(block: dict[str, Any]) -> tuple[int, int]:

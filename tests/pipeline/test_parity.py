@@ -13,7 +13,7 @@ from tests.support.pipelines import CHUNKS, Decoder, chain, next_token_loss, pip
 from tests.support.ranks import Ranks
 
 STEPS = 8
-MODELS = {"chain": chain, "decoder": Decoder, "tied": lambda: Decoder(tied=True)}
+MODELS = {"chain": lambda: chain(2), "tied": lambda: Decoder(2, tied=True)}
 
 
 def made(kind: str) -> torch.nn.Module:

@@ -35,7 +35,7 @@ NOISE = 600  # bytes that are alive beside an engine: counters, norms, the last 
 
 def start(partition: int, model: nn.Module | None = None, **config: Any) -> shardwell.Engine:
     torch.manual_seed(0)
-    model = model or Gpt()
+    model = model or Gpt(blocks=2)
     config = zero(3, train_micro_batch_size_per_gpu=1, **config)
     config["zero_optimization"]["zero_hpz_partition_size"] = partition
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3)
@@ -59,7 +59,7 @@ def node_of(rank: int, num_ranks: int, partition: int) -> int:
 def traffic_of_a_step(partition: int, accumulation: int, recompute: str, bf16: bool) -> dict[str, Any]:
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
     engine = start(
-        partition, Gpt(recompute=recompute), gradient_accumulation_steps=accumulation, bf16={"enabled": bf16}
+        partition, Gpt(blocks=2, recompute=recompute), gradient_accumulation_steps=accumulation, bf16={"enabled": bf16}
     )
     counter = WireCounter(rank, num_ranks)
     in_backward: list[dict[str, int]] = []

@@ -313,8 +313,8 @@ def a_step_that_is_left_out_in_part(partition: int, path: str) -> Play:
 
 
 @scene
-def opened(partition: int, path: str) -> Play:
-    """Reading changes nothing, also if somebody writes; what the modifier writes counts."""
+def opened_and_set(partition: int, path: str) -> Play:
+    """Reading changes nothing, also if somebody writes; what the modifier writes counts, and a master that is set."""
     play = begin(partition, {"bf16": {"enabled": True}})
     for number in range(STEPS):
         play.step(number)
@@ -326,6 +326,9 @@ def opened(partition: int, path: str) -> Play:
         with GatheredParameters(play.model.blocks[1].parameters(), modifier_rank=1), torch.no_grad():
             if dist.get_rank() == 1:
                 play.model.blocks[1].up.weight.mul_(1.5)
+        play.evaluate()
+        weight = play.model.blocks[1].down.weight
+        safe_set_full_fp32_param(weight, torch.full(weight.shape, 0.01 * number))
         play.evaluate()
     return play
 
@@ -367,37 +370,19 @@ def opened_between_micro_steps(partition: int, path: str) -> Play:
 
 
 @scene
-def masters_set(partition: int, path: str) -> Play:
+def a_state_and_a_checkpoint_loaded(partition: int, path: str) -> Play:
     play = begin(partition, {"bf16": {"enabled": True}})
-    for number in range(STEPS):
-        play.step(number)
-        play.evaluate()
-        weight = play.model.blocks[1].down.weight
-        safe_set_full_fp32_param(weight, torch.full(weight.shape, 0.01 * number))
-        play.evaluate()
-    return play
-
-
-@scene
-def state_loaded(partition: int, path: str) -> Play:
-    play = begin(partition)
     before = play.engine.state_dict()
     train(play, 2)
+    play.engine.save_checkpoint(f"{path}/{partition}")
     play.evaluate()
     play.engine.load_state_dict(before)
     play.evaluate()
-    return train(play)
-
-
-@scene
-def a_checkpoint_loaded(partition: int, path: str) -> Play:
-    play = train(begin(partition, {"bf16": {"enabled": True}}), 2)
-    play.engine.save_checkpoint(f"{path}/{partition}")
-    train(play, 2)
+    train(play, 1)
     play.evaluate()
     play.engine.load_checkpoint(f"{path}/{partition}")
     play.evaluate()
-    return train(play)
+    return train(play, 2)
 
 
 @scene
@@ -416,7 +401,7 @@ def test_two_nodes_of_two_ranks_give_the_bits_of_four(ranks: Ranks, tmp_path: Pa
     check(ranks, [name], 4, 2, tmp_path)
 
 
-ON_ANY_NODES = ["accumulation", "parameters_on_disk", "opened"]
+ON_ANY_NODES = ["accumulation", "parameters_on_disk", "opened_and_set"]
 
 
 @pytest.mark.slow

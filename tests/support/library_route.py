@@ -49,7 +49,9 @@ class Run:
 
 
 def runs(stage: int) -> list[Run]:
-    found = [Run(stage, "fp32"), Run(stage, accumulation=2)]
+    found = [Run(stage, accumulation=2)]
+    if stage in (0, 3):
+        found.append(Run(stage, "fp32"))
     if stage in (1, 2):
         found.append(Run(stage, block=HOST, accumulation=2))
     if stage == 2:

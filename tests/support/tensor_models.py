@@ -63,12 +63,14 @@ class Block(nn.Module):
 class Decoder(nn.Module):
     """Embedding, blocks, norm, head; returns the loss."""
 
-    def __init__(self, tied: bool = False, recompute: bool = False, frozen: bool = False, drop: float = 0.0) -> None:
+    def __init__(
+        self, tied: bool = False, recompute: bool = False, frozen: bool = False, drop: float = 0.0, blocks: int = 2
+    ) -> None:
         super().__init__()
         self.recompute, self.parallel_loss = recompute, False
         self.embed = nn.Embedding(VOCABULARY, WIDTH)
         self.position = nn.Parameter(torch.randn(8, WIDTH) * 0.02)
-        self.blocks = nn.ModuleList([Block(WIDTH, drop) for _ in range(2)])
+        self.blocks = nn.ModuleList([Block(WIDTH, drop) for _ in range(blocks)])
         self.norm = nn.LayerNorm(WIDTH)
         self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
         if tied:
