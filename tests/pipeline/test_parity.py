@@ -13,7 +13,12 @@ from tests.support.pipelines import CHUNKS, Decoder, chain, next_token_loss, pip
 from tests.support.ranks import Ranks
 
 STEPS = 8
-MODELS = {"chain": lambda: chain(2), "tied": lambda: Decoder(2, tied=True)}
+MODELS = {
+    "chain": lambda: chain(2),
+    "tied": lambda: Decoder(2, tied=True),
+    "long chain": chain,
+    "long and tied": lambda: Decoder(tied=True),
+}
 
 
 def made(kind: str) -> torch.nn.Module:
@@ -68,6 +73,7 @@ def check(ranks: list[list[dict[str, Any]]], kinds: list[str]) -> None:
 def test_every_stage_follows_plain_pytorch(ranks: Ranks, schedule: str) -> None:
     """Of stages, schedules and models with and without tied weights, every two meet."""
     first = list(CHUNKS).index(schedule)
-    kinds = [("chain", "tied")[(first + stage) % 2] for stage in range(4)]
+    models = ("long chain", "long and tied") if schedule == "interleaved" else ("chain", "tied")
+    kinds = [models[(first + stage) % 2] for stage in range(4)]
     cases = [(kind, pipeline_config(stage, schedule)) for stage, kind in enumerate(kinds)]
     check(ranks.run(4, several, cases), kinds)
