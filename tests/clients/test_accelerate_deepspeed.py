@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.as_deepspeed import results, run_python, run_ranks
+from tests.support.as_deepspeed import results, run_ranks
 
 pytest.importorskip("accelerate")
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
@@ -108,26 +108,3 @@ def test_all_stages_accumulation_clipping_and_offloading_give_the_numbers_of_ddp
         assert worst < 1e-5, case
         assert apart < 1e-5, case
         assert again < 1e-6, f"{case}: load_state does not lead back to where save_state was"
-
-
-LAUNCHED = """
-import torch, os
-from accelerate import Accelerator
-accelerator = Accelerator()
-model = torch.nn.Linear(4, 2)
-loader = torch.utils.data.DataLoader(torch.ones(8, 4), batch_size=2)
-model, optimizer, loader = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.1), loader)
-for rows in loader:
-    accelerator.backward(model(rows).sum())
-    optimizer.step()
-    optimizer.zero_grad()
-accelerator.print("RESULT", f"[{accelerator.num_processes}, {model.global_steps}, {model.zero_optimization_stage()}]")
-"""
-
-
-def test_accelerate_launch_with_a_deepspeed_configuration(tmp_path: Path) -> None:
-    (tmp_path / "script.py").write_text(LAUNCHED)
-    options = ["--use_deepspeed", "--zero_stage", "2", "--num_processes", "2", "--num_machines", "1"]
-    command = ["-m", "shardwell.compat.deepspeed", "-m", "accelerate.commands.launch", *options, "script.py"]
-    done = run_python(*command, cwd=tmp_path)
-    assert results(done.stdout) == [[2, 2, 2]], done.stdout + done.stderr

@@ -325,6 +325,6 @@ def test_the_launcher_starts_a_script_that_uses_it(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"zero_optimization": {"stage": 3}}))
     command = [sys.executable, "-m", "shardwell", "run", "-n", "2"]  # accelerate launch starts one process on a CPU
     command += [str(tmp_path / "script.py"), str(tmp_path / "config.json")]
-    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=HANG)
+    done = subprocess.run(command, env=environment(libraries=True), capture_output=True, text=True, timeout=HANG)
     assert done.returncode == 0, done.stderr
     assert done.stdout.split()[-4:] == ["2", "2", "4", "3"]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tests.support import preloaded
 from tests.support.as_deepspeed import MARK, results, run_python
 
 LOOK = f"""
@@ -95,14 +94,3 @@ def test_modules_behave_as_installed_ones_do(tmp_path: Path) -> None:
     assert "no_such_module" in seen["unknown module"]
     others = {"version", "metadata", "unknown", "unknown module"}
     assert [name for name, value in seen.items() if name not in others and value is not True] == []
-
-
-def test_nothing_of_it_is_imported_with_shardwell(tmp_path: Path) -> None:
-    words = "import sys, shardwell, shardwell.engine; import importlib.util as u; print(u.find_spec('deepspeed'))"
-    done = run_python(
-        "-c",
-        f"{words}; print([n for n in sys.modules if 'compat' in n and 'shardwell' in n])",
-        cwd=tmp_path,
-        **{preloaded.VARIABLE: "0"},
-    )
-    assert done.stdout.splitlines() == ["None", "[]"]

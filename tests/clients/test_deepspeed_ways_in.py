@@ -150,13 +150,13 @@ def test_accelerate_launch_gets_two_ranks_of_gloo_on_a_cpu(tmp_path: Path) -> No
         "weights = accelerator.get_state_dict(model)\n"
         "kind = str(accelerator.distributed_type)\n"
         "accelerator.print(type(model).__name__, accelerator.num_processes, kind, seen, len(weights), "
-        "torch.distributed.get_backend())\n"
+        "torch.distributed.get_backend(), model.zero_optimization_stage(), model.global_steps)\n"
         "accelerator.end_training()\n"
     )
     launch = ("-m", "accelerate.commands.launch", "--use_deepspeed", "--zero_stage", "3", "--num_processes", "2")
     more = ("--zero3_save_16bit_model", "true", "--mixed_precision", "no", "--main_process_port", "0")
-    done = run_python(*WAY_IN, *launch, *more, script, cwd=tmp_path)
-    assert "DeepSpeedEngine 2 DistributedType.DEEPSPEED 8 4 gloo" in done.stdout, done.stderr[-4000:]
+    done = run_python(*WAY_IN, *launch, *more, script, cwd=tmp_path, libraries=True)
+    assert "DeepSpeedEngine 2 DistributedType.DEEPSPEED 8 4 gloo 3 4" in done.stdout, done.stderr[-4000:]
 
 
 @pytest.mark.parametrize(

@@ -129,9 +129,8 @@ attempt("saved", lambda: history(trained(".", save_strategy="steps", save_steps=
 def test_training_resumes_at_another_world_size(tmp_path: Path) -> None:
     resume = RESUME.replace("resume=f", "num_train_epochs=3, data=Data(12), resume=f")
     expected = run_trainer(SAVE, tmp_path, 3)["saved"]
-    for ranks in (1, 3):
-        found = run_trainer(resume, tmp_path, 3, ranks=ranks)["resumed"]
-        assert close(found, expected), (ranks, found, expected)
+    found = run_trainer(resume, tmp_path, 3, ranks=3)["resumed"]
+    assert close(found, expected), (found, expected)
 
 
 FIND = '''

@@ -73,8 +73,10 @@ def generating_at(name: str, stage: int) -> tuple[list[Tensor], Run, Run]:
     return [*generating.tokens, generate(engine.module, inputs)], run, quiet
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
-@pytest.mark.parametrize("name", ["llama", "gpt2", "mixtral", "t5", "whisper"])
+@pytest.mark.parametrize(
+    ("name", "stage"),
+    [("llama", 1), ("llama", 2), ("llama", 3), ("gpt2", 3), ("mixtral", 1), ("mixtral", 3), ("t5", 2), ("whisper", 3)],
+)
 def test_generating_gives_the_plain_tokens_and_disturbs_nothing(ranks: Ranks, name: str, stage: int) -> None:
     expected, trained_plainly = plain(name)
     answers = ranks.run(2, generating_at, name, stage)
@@ -169,5 +171,5 @@ def test_a_frozen_reference_beside_a_trained_model(ranks: Ranks, together: bool)
         norms.append(float(nn.utils.clip_grad_norm_(policy.parameters(), zoo.CLIP)))
         optimizer.step()
     expected = losses, norms, {key: parameter.detach() for key, parameter in policy.named_parameters()}
-    for stage in (1, 2, 3):
+    for stage in (1, 3) if together else (2, 3):
         zoo.check(ranks.run(2, beside_a_reference, stage, together), expected, what=f"stage {stage}")

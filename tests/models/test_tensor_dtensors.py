@@ -17,7 +17,7 @@ from tests.support.training import distance
 from tests.support.zoo import ADAMW, CLIP, STEPS, batches, build, disturb, share, train_plainly
 
 tensor_parallel = pytest.importorskip("transformers.distributed.tensor_parallel")
-NAMES = ["llama", "qwen3", "phi3", "qwen3-moe"]
+NAMES = ["qwen3", "phi3", "qwen3-moe"]  # and llama below
 
 
 def cut_here(name: str) -> Any:

@@ -39,6 +39,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "Qwen3Moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8},
 }
 
+STEPS = 2
 NORMS_IN_FP32 = ("Gemma2",)  # whatever the dtype of the model
 
 
@@ -56,7 +57,7 @@ def rows(step: int) -> Tensor:
 def plainly(kind: str) -> dict[str, Tensor]:
     model = built(kind)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    for step in range(3):
+    for step in range(STEPS):
         optimizer.zero_grad()
         model(input_ids=rows(step), labels=rows(step)).loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 0.5)
@@ -72,12 +73,12 @@ def cut(kinds: list[str], stage: int, tensor: dict[str, Any]) -> dict[str, Any]:
         config = zero(stage, gradient_clipping=0.5, tensor_parallel={"autotp_size": 2, **tensor})
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         engine = shardwell.initialize(model=model, optimizer=optimizer, config=config).engine
-        for step in range(3):
+        for step in range(STEPS):
             mine = rows(step).chunk(engine.data_size)[engine.data_rank]
             engine.backward(engine(input_ids=mine, labels=mine).loss)
             engine.step()
         found[kind] = engine.state_dict()
-        engine.destroy()
+        engine.destroy(whole=False)
         dist.barrier()
     return found
 

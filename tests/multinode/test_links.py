@@ -22,7 +22,7 @@ HEADERS = 16_384  # bytes of those that short messages have, however little is i
 
 
 @pytest.fixture(scope="module")
-def report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def report(tmp_path_factory: pytest.TempPathFactory, preloaded_processes: None) -> dict[str, Any]:
     path = tmp_path_factory.mktemp("links") / "links.json"
     variants = "shardwell3,zero++"
     assert links.main(["--size", "tiny", "--fp32", "--rates", "none,40", "--only", variants, "--json", str(path)]) == 0
@@ -65,7 +65,7 @@ def test_every_variant_is_measured(report: dict[str, Any]) -> None:
 
 
 @needs_hosts
-def test_auto_turns_all_of_zero_plus_plus_on_where_the_link_is_slow(tmp_path: Path) -> None:
+def test_auto_turns_all_of_zero_plus_plus_on_where_the_link_is_slow(tmp_path: Path, preloaded_processes: None) -> None:
     """It measures, and a machine that is busy with other things may deceive it: it has three tries."""
     every = {"zero_quantized_weights": True, "zero_quantized_gradients": True, "zero_hpz_partition_size": 2}
     path = tmp_path / "auto.json"

@@ -14,6 +14,7 @@ import pytest
 
 from benchmarks.hosts import ADDRESSES, HostRanks, Hosts, HostsError, why_not
 from benchmarks.launch import RunFailedError
+from tests.support.command import environment
 from tests.support.patience import HANG, soon
 
 pytestmark = pytest.mark.slow
@@ -191,3 +192,16 @@ def test_a_refusal_says_what_was_refused(monkeypatch: pytest.MonkeyPatch, tmp_pa
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     with pytest.raises(HostsError, match=r"refused: unshare .*--net: unshare failed: Operation not permitted"):
         Hosts().__enter__()
+
+
+@needs_hosts
+def test_a_process_with_torch_loaded_is_on_its_host(hosts: Hosts) -> None:
+    look = "import os, sys; print(os.readlink('/proc/self/ns/net'), os.geteuid(), 'torch' in sys.modules)"
+    places = set()
+    for host in range(2):
+        command = hosts.inside(host, [sys.executable, "-c", look])
+        kinds = [environment(fresh=True), environment()]
+        fresh, loaded = (subprocess.run(command, env=one, capture_output=True, check=True).stdout for one in kinds)
+        assert loaded == fresh.replace(b"False", b"True") != fresh
+        places.add(loaded)
+    assert len(places | {os.readlink("/proc/self/ns/net")}) == 3

@@ -19,7 +19,8 @@ pytestmark = pytest.mark.slow
 class Small(Lesson):
     """A lesson of a small model with few words."""
 
-    steps: int = 100
+    steps: int = 40
+    learning_rate: float = 6e-3
     width: int = 32
     num_blocks: int = 1
     num_heads: int = 2

@@ -23,6 +23,7 @@ from tests.support.wire_counter import WireCounter
 
 WEIGHTS, GRADIENTS, COPIES = "zero_quantized_weights", "zero_quantized_gradients", "zero_hpz_partition_size"
 ON = {WEIGHTS: True, GRADIENTS: True}
+STEPS = 8
 
 
 def train(engine: shardwell.Engine, num_steps: int) -> list[float]:
@@ -38,8 +39,14 @@ def train(engine: shardwell.Engine, num_steps: int) -> list[float]:
 # --------------------------------------------------------------------------------------------------------- the moves
 
 
-@pytest.mark.parametrize(("num_ranks", "of"), [(2, 2), (3, 3), (4, 2), (6, 3), (2, 1)])
-@pytest.mark.parametrize("kinds", [("int8", "int8", "int4"), ("fp8", "fp8", "int8"), ("int4", "int4", "int4")])
+EIGHTS, FLOATS, FOURS = ("int8", "int8", "int4"), ("fp8", "fp8", "int8"), ("int4", "int4", "int4")
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "of", "kinds"),
+    [(2, 2, EIGHTS), (2, 2, FLOATS), (3, 3, FOURS), (4, 2, EIGHTS), (4, 2, FLOATS), (4, 2, FOURS), (6, 3, EIGHTS),
+     (2, 1, FOURS)],
+)  # fmt: skip
 def test_every_rank_has_what_was_encoded(ranks: Ranks, num_ranks: int, of: int, kinds: tuple[str, str, str]) -> None:
     shard = 333
     found = ranks.run(num_ranks, moved, of, kinds, shard)
@@ -124,8 +131,11 @@ def traffic(of: int, block: dict[str, Any], others: dict[str, Any]) -> dict[str,
     return {**found, "shards": shards}
 
 
-@pytest.mark.parametrize("copies", [False, True], ids=["one", "two"])
-@pytest.mark.parametrize("on", [(), (WEIGHTS,), (GRADIENTS,), (WEIGHTS, GRADIENTS)], ids=lambda on: "+".join(on) or "-")
+@pytest.mark.parametrize(
+    ("on", "copies"),
+    [((), False), ((WEIGHTS,), False), ((WEIGHTS,), True), ((GRADIENTS,), True), ((WEIGHTS, GRADIENTS), False)],
+    ids=str,
+)
 def test_bytes_are_those_of_the_codes(ranks: Ranks, on: tuple[str, ...], copies: bool) -> None:
     eight, four = Codec("int8").num_bytes, Codec("int4").num_bytes
     block = {**dict.fromkeys(on, True), **({COPIES: 2} if copies else {})}
@@ -139,8 +149,9 @@ def test_bytes_are_those_of_the_codes(ranks: Ranks, on: tuple[str, ...], copies:
         assert found["reduce between"] == sum(four(s) if GRADIENTS in on else 2 * s for s in found["shards"])
 
 
-@pytest.mark.parametrize("wire", ["fp32", "bf16", "fp16"])
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize(
+    ("precision", "wire"), [("fp32", "bf16"), ("fp32", "fp16"), ("bf16", "fp32"), ("bf16", "bf16"), ("fp16", "fp16")]
+)
 def test_codes_are_made_of_what_would_travel(ranks: Ranks, precision: str, wire: str) -> None:
     """`communication_data_type` is what gradients are rounded to before they are encoded."""
     others: dict[str, Any] = {"fp32": {}, "bf16": {"bf16": True}, "fp16": {"fp16": {"enabled": True}}}[precision]
@@ -155,7 +166,7 @@ def story(of: int, block: dict[str, Any], stage: int) -> dict[str, Any]:
     """Train; look at masters; change one; the others must keep every bit."""
     as_nodes(of)
     engine = engine_with(block, stage, bf16=True, gradient_clipping=1.0)
-    losses = train(engine, 20)
+    losses = train(engine, STEPS)
     model = engine.module
     before = {name: safe_get_full_fp32_param(p).clone() for name, p in model.named_parameters()}
     with shardwell.zero.GatheredParameters(list(model.parameters()), modifier_rank=0), torch.no_grad():
@@ -194,7 +205,7 @@ def test_masters_keep_their_bits_and_training_follows(ranks: Ranks, stage: int) 
 def kept() -> dict[str, Any]:
     as_nodes(2)
     engine = engine_with(ON, 3, bf16=True, gradient_clipping=1.0, shardwell={"codecs": {"feedback": True}})
-    losses = train(engine, 20)
+    losses = train(engine, STEPS)
     groups = [group for group in groups_of(engine) if group.gradients._residual is not None]
     held = sum(size for (state, _, _), size in engine.memory().now.items() if state is StateKind.GRADIENTS)
     return {"losses": losses, "held": held, "padded": sum(group.layout.padded for group in groups)}

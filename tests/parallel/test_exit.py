@@ -40,7 +40,7 @@ def test_works_in_flight_do_not_abort_a_process_that_ends() -> None:
     ranks = []
     for rank in ("0", "1"):
         own = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}
-        env = {**environment(fresh=True), **own, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        env = {**environment(), **own, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
         pipe = subprocess.PIPE
         ranks.append(subprocess.Popen([sys.executable, "-c", PROGRAM], env=env, stdout=pipe, stderr=pipe, text=True))
     for process in ranks:

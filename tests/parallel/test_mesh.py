@@ -87,7 +87,7 @@ def on_two_rows(ranks: Ranks, stage: int) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_a_mesh_of_one_row_changes_no_bit_byte_or_token(ranks: Ranks, stage: int) -> None:
     plain = on_one_row(ranks, stage)
-    for shape in ((2,), (1, 2)):
+    for shape in [[(2,)], [(1, 2)], [(2,)], [(2,), (1, 2)]][stage]:
         for expected, found in zip(plain, ranks.run(2, under_mesh, shape, trained, stage), strict=True):
             different = [key for key in expected if not same(expected[key], found[key])]
             assert not different, f"{shape}: {different}"
@@ -98,22 +98,12 @@ def test_a_mesh_of_one_row_changes_no_bit_byte_or_token(ranks: Ranks, stage: int
 
 @pytest.mark.parametrize(
     ("stage", "shape"),
-    [
-        (0, (2, 2)),
-        (1, (2, 2)),
-        (2, (2, 2)),
-        (3, (2, 2)),
-        (1, (3, 2)),
-        (3, (3, 2)),
-        (0, (2, 3)),
-        (2, (2, 3)),
-        (3, (2, 3)),
-    ],
+    [(0, (2, 2)), (1, (2, 2)), (2, (2, 2)), (3, (2, 2)), (1, (3, 2)), (3, (2, 3))],
 )
 def test_hybrid_sharding_follows_plain_training(ranks: Ranks, stage: int, shape: tuple[int, int]) -> None:
     cases = [Case(), Case(accumulation=2, clip=0.5, groups=True, born_sharded=True)]
     num_ranks = shape[0] * shape[1]
-    if num_ranks > 4:
+    if (stage, shape) != (3, (2, 2)):
         cases = cases[1:]
     for case, found in zip(cases, ranks.run(num_ranks, under_mesh, shape, all_sharded, cases, stage)[-1], strict=True):
         difference, name = distance(found, plainly(case)[0])
@@ -141,7 +131,7 @@ def test_states_take_the_memory_of_a_row(ranks: Ranks, stage: int) -> None:
         assert answer["bytes"] == row[rank % 2]["bytes"]
 
 
-@pytest.mark.parametrize("stage", [0, 2, 3])
+@pytest.mark.parametrize("stage", [0, 3])
 def test_replicas_have_the_same_bits(ranks: Ranks, stage: int) -> None:
     first, *others = ranks.run(4, under_mesh, (2, 2), trained, stage, bf16={"enabled": True})
     for other in others:
@@ -245,22 +235,26 @@ def refused(case: str) -> str:
     return ""
 
 
-@pytest.mark.parametrize(
-    ("case", "words"),
-    [
-        ("some ranks", "does not hold each of the 4 rank"),
-        ("three dimensions", "has 3 dimensions without names"),
-        ("strange name", "has the dimension 'up'. Name the dimensions"),
-        ("device", "of cuda devices, and this rank trains on cpu"),
-        ("nothing sharded", "the dimension that shards has one rank"),
-        ("not a mesh", "expected a torch DeviceMesh, found a tuple"),
-        ("zero_hpz_partition_size", "does not work with a mesh that replicates"),
-        ("zero_quantized_gradients", "does not work with a mesh that replicates"),
-    ],
-)
-def test_a_mesh_that_does_not_fit_is_refused(ranks: Ranks, case: str, words: str) -> None:
-    for found in ranks.run(4, refused, case):
-        assert words in found
+def all_refused() -> dict[str, str]:
+    return {case: refused(case) for case in REFUSALS}
+
+
+REFUSALS = {
+    "some ranks": "does not hold each of the 4 rank",
+    "three dimensions": "has 3 dimensions without names",
+    "strange name": "has the dimension 'up'. Name the dimensions",
+    "device": "of cuda devices, and this rank trains on cpu",
+    "nothing sharded": "the dimension that shards has one rank",
+    "not a mesh": "expected a torch DeviceMesh, found a tuple",
+    "zero_hpz_partition_size": "does not work with a mesh that replicates",
+    "zero_quantized_gradients": "does not work with a mesh that replicates",
+}
+
+
+def test_a_mesh_that_does_not_fit_is_refused(ranks: Ranks) -> None:
+    for found in ranks.run(4, all_refused):
+        for case, words in REFUSALS.items():
+            assert words in found[case], case
 
 
 def turned(names: tuple[str, str]) -> list[int]:

@@ -50,12 +50,13 @@ def on_unlike_nodes(sizes: list[int], by_turns: bool, function: Any, *args: Any)
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_fp64_parameters_agree_with_plain_pytorch(ranks: Ranks, stage: int) -> None:
-    for case, found in zip(CASES, ranks.run(4, on_nodes, 2, all_sharded, CASES, stage)[0], strict=True):
+    cases = CASES if stage == 3 else CASES[stage % 2 :][:1]
+    for case, found in zip(cases, ranks.run(4, on_nodes, 2, all_sharded, cases, stage)[0], strict=True):
         difference, name = distance(found, plainly(case)[0])
         assert difference < 1e-10, f"{case}: {name} differs by {difference}"
 
 
-@pytest.mark.parametrize(("num_ranks", "of"), [(4, 2), (6, 3), (6, 2)])
+@pytest.mark.parametrize(("num_ranks", "of"), [(4, 2), (6, 3)])
 def test_shards_of_ranks_that_stand_alike_lie_side_by_side(ranks: Ranks, num_ranks: int, of: int) -> None:
     places = ranks.run(num_ranks, on_nodes, of, place)
     num_nodes = num_ranks // of
@@ -72,9 +73,9 @@ def place() -> int:
     return world.shard_index
 
 
-@pytest.mark.parametrize(("sizes", "by_turns"), [([4, 2], False), ([2, 2, 2], True), ([1, 5], False)])
+@pytest.mark.parametrize(("sizes", "by_turns"), [([2, 1], False), ([2, 2, 2], True), ([1, 3], False)])
 def test_nodes_that_are_not_alike_have_no_hops(ranks: Ranks, sizes: list[int], by_turns: bool) -> None:
-    assert ranks.run(6, on_unlike_nodes, sizes, by_turns, place) == list(range(6))
+    assert ranks.run(sum(sizes), on_unlike_nodes, sizes, by_turns, place) == list(range(sum(sizes)))
 
 
 def gradient_bytes(block: dict[str, Any]) -> tuple[int, int]:
@@ -89,17 +90,22 @@ def gradient_bytes(block: dict[str, Any]) -> tuple[int, int]:
     return collectives_of(engine).rank_group.node_size, engine.traffic().total(TrafficKind.REDUCE_SCATTER)
 
 
+REDUCES, AUTO = {"zero_quantized_gradients": True}, {"zero_quantized_gradients": "auto"}
+EVERYTHING = {**REDUCES, "zero_quantized_weights": True, "zero_hpz_partition_size": 2}
+
+
 @pytest.mark.parametrize(
-    ("sizes", "of"), [([2, 1], [2, 2, 2]), ([1, 3], [1, 1, 1, 1]), ([3], [3, 3, 3]), ([1, 1], [1, 1])], ids=str
-)
-@pytest.mark.parametrize(
-    "block",
+    ("sizes", "of", "block"),
     [
-        {"zero_quantized_gradients": True},
-        {"zero_quantized_gradients": "auto"},
-        {"zero_quantized_gradients": True, "zero_quantized_weights": True, "zero_hpz_partition_size": 2},
+        ([2, 1], [2, 2, 2], REDUCES),
+        ([2, 1], [2, 2, 2], AUTO),
+        ([2, 1], [2, 2, 2], EVERYTHING),
+        ([1, 3], [1, 1, 1, 1], REDUCES),
+        ([1, 3], [1, 1, 1, 1], EVERYTHING),
+        ([3], [3, 3, 3], REDUCES),
+        ([1, 1], [1, 1], AUTO),
     ],
-    ids=["reduces", "auto", "all"],
+    ids=str,
 )
 def test_all_ranks_of_unlike_nodes_use_one_codec(
     ranks: Ranks, sizes: list[int], of: list[int], block: dict[str, Any]
@@ -143,7 +149,7 @@ def test_checkpoints_know_nothing_of_nodes(ranks: Ranks, tmp_path: Path, block: 
     case, root = Case(dtype=torch.float32), str(tmp_path)
     config = {**PRECISIONS["bf16"], "zero_optimization": block}
     saved = ranks.run(4, on_nodes, 2, run_leg, Leg(3, 0, 2, case, config, loads=False), root)[0]["ended"]
-    for num_ranks, of, stage in ((4, 4, 3), (2, 2, 1), (6, 3, 2)):
+    for num_ranks, of, stage in ((4, 4, 3), (2, 2, 1)) if block else ((6, 3, 2),):
         leg = Leg(stage, 2, 2, case, config, saves=False)
         check_equal(ranks.run(num_ranks, on_nodes, of, run_leg, leg, root)[0]["loaded"], saved)
 

@@ -14,7 +14,7 @@ from tests.support.ranks import Ranks
 from tests.support.tensor_models import HEAD, PLAN, WORDS, TensorCase, plainly, started, train
 from tests.support.training import distance
 
-CASE = TensorCase(plan={**PLAN, **HEAD, **WORDS}, steps=6)
+CASE = TensorCase(plan={**PLAN, **HEAD, **WORDS}, steps=4)
 
 
 def leg(folders: list[str], stage: int, size: int, first: int, last: int, sequence: bool) -> dict[str, Tensor]:
@@ -34,8 +34,8 @@ def leg(folders: list[str], stage: int, size: int, first: int, last: int, sequen
 @pytest.mark.parametrize("stages", [(3, 1), (0, 2)])
 def test_a_chain_over_layouts_follows_one_that_stays(ranks: Ranks, tmp_path: Path, stages: tuple[int, int]) -> None:
     folders = ["", *(str(tmp_path / name) for name in "abcd")]
-    layouts = [(4, stages[0], 2, 0, 2, True), (2, stages[1], 1, 2, 4, False), (2, stages[0], 2, 4, 5, False)]
-    layouts += [(4, stages[1], 4, 5, 6, False)]
+    layouts = [(4, stages[0], 2, 0, 1, True), (2, stages[1], 1, 1, 2, False), (2, stages[0], 2, 2, 3, False)]
+    layouts += [(4, stages[1], 4, 3, 4, False)]
     for (num_ranks, stage, size, first, last, sequence), *pair in zip(layouts, folders, folders[1:], strict=False):
         found = ranks.run(num_ranks, leg, pair, stage, size, first, last, sequence)
     for one in found:

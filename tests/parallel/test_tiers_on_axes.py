@@ -17,7 +17,8 @@ from tests.support.sequence_models import SequenceCase
 from tests.support.training import distance
 
 SEQUENCE = SequenceCase(model={"kv_heads": 2}, data="packed", steps=3, accumulation=2)
-EXPERTS = [ExpertCase(steps=3, accumulation=2), ExpertCase(model={"listed": True}, steps=3)]
+PACKED, LISTED = ExpertCase(steps=3, accumulation=2), ExpertCase(model={"listed": True}, steps=3)
+EXPERTS = {"host": PACKED, "host optimizer": LISTED, "nvme": PACKED, "fp16": LISTED}
 HOST = {"offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}
 HALF = {"fp16": {"enabled": True, "initial_scale_power": 8}}
 
@@ -41,22 +42,22 @@ def on_tiers(folder: str) -> list[list[dict[str, Tensor]]]:
     ):
         stage = 2 if kind == "host optimizer" else 3
         found.append(sequence_models.on_axis([with_states(SEQUENCE, states, **more)], stage))
-        found[-1] += expert_models.on_axis([with_states(case, states, **more) for case in EXPERTS], stage)
+        found[-1] += expert_models.on_axis([with_states(EXPERTS[kind], states, **more)], stage)
     return found
 
 
 @pytest.mark.slow
 def test_states_on_other_tiers_and_fp16_follow_one_process(ranks: Ranks, tmp_path: Path) -> None:
-    host, optimizer, disk, half = ranks.run(4, on_tiers, str(tmp_path))[2]
-    for limit, dtype, tier in (
-        (1e-10, torch.float64, host),
-        (1e-10, torch.float64, optimizer),
-        (1e-5, torch.float32, disk),  # the kernels of the host round otherwise
-        (2e-2, torch.float32, half),  # Adam steps by 1e-2 where rounding decides on a sign
+    answers = dict(zip(EXPERTS, ranks.run(4, on_tiers, str(tmp_path))[2], strict=True))
+    for tier, limit, dtype in (
+        ("host", 1e-10, torch.float64),
+        ("host optimizer", 1e-10, torch.float64),
+        ("nvme", 1e-5, torch.float32),  # the kernels of the host round otherwise
+        ("fp16", 2e-2, torch.float32),  # Adam steps by 1e-2 where rounding decides on a sign
     ):
         expected = [sequence_models.plainly(replace(SEQUENCE, dtype=dtype))]
-        expected += [expert_models.plainly(replace(case, dtype=dtype)) for case in EXPERTS]
-        for found, plain in zip(tier, expected, strict=True):
+        expected += [expert_models.plainly(replace(EXPERTS[tier], dtype=dtype))]
+        for found, plain in zip(answers[tier], expected, strict=True):
             noise = {name for name in plain if name.endswith("k.bias")}  # their gradient is rounding noise
             difference, name = distance(found, plain, noise)
             assert difference < limit, f"{name} differs by {difference}"

@@ -18,7 +18,7 @@ from tests.support.zeropp import ALL, trained
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("accumulation", [1, 3])
+@pytest.mark.parametrize("accumulation", [1, 2])
 def test_bytes_that_enter_a_node_and_what_is_learned(ranks: Ranks, accumulation: int) -> None:
     plain = ranks.run(4, trained, {}, accumulation)
     coded = ranks.run(4, trained, ALL, accumulation)

@@ -56,7 +56,7 @@ def resting(parameters: str, optimizer: str, path: str) -> dict[str, Any]:
 def story(block: dict[str, Any], others: dict[str, Any], lora: bool = False, **model: Any) -> dict[str, Any]:
     quickly()
     torch.manual_seed(0)
-    gpt = Gpt(**model)
+    gpt = Gpt(blocks=2, **model)
     if lora:  # as far as the engine can see: most weights are frozen
         for block_of in gpt.blocks:
             for name, parameter in block_of.named_parameters():
@@ -83,11 +83,20 @@ TIERS = {"": Tier.DEVICE, "cpu": Tier.HOST, "nvme": Tier.DISK}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("others", "highest"), [({**HALVES, **CLIPPED}, ""), (CLIPPED, "cpu")], ids=["bf16", "fp32"])
-def test_where_states_rest(ranks: Ranks, tmp_path: Path, others: dict[str, Any], highest: str) -> None:
+@pytest.mark.parametrize(
+    ("others", "highest", "places"),
+    [
+        ({**HALVES, **CLIPPED}, "", [("", "cpu"), ("nvme", "nvme")]),
+        (CLIPPED, "cpu", [("cpu", "nvme"), ("nvme", "nvme")]),
+    ],
+    ids=["bf16", "fp32"],
+)
+def test_where_states_rest(
+    ranks: Ranks, tmp_path: Path, others: dict[str, Any], highest: str, places: list[tuple[str, str]]
+) -> None:
     """In fp32 steps on the host are other bits than steps on the device, codes or not."""
     above = ranks.run(4, story, resting("", highest, str(tmp_path)), others)
-    for parameters, optimizer in (("", "cpu"), ("cpu", "nvme"), ("nvme", "nvme")):
+    for parameters, optimizer in places:
         block = resting(parameters, optimizer, str(tmp_path))
         below = ranks.run(4, story, block, {**others, "aio": AIO})
         check_same(above, below)
@@ -95,9 +104,14 @@ def test_where_states_rest(ranks: Ranks, tmp_path: Path, others: dict[str, Any],
         assert below[0]["parameters"] == {TIERS[parameters]}
 
 
+@pytest.fixture(scope="module")
+def in_halves(ranks: Ranks) -> list[dict[str, Any]]:
+    return ranks.run(4, story, {}, HALVES)
+
+
 @pytest.mark.parametrize("recompute", ["reentrant", "non-reentrant"])
-def test_what_is_recomputed(ranks: Ranks, recompute: str) -> None:
-    check_same(ranks.run(4, story, {}, HALVES), ranks.run(4, story, {}, HALVES, recompute=recompute))
+def test_what_is_recomputed(ranks: Ranks, in_halves: list[dict[str, Any]], recompute: str) -> None:
+    check_same(in_halves, ranks.run(4, story, {}, HALVES, recompute=recompute))
 
 
 def test_frozen_weights_below(ranks: Ranks, tmp_path: Path) -> None:
@@ -108,15 +122,15 @@ def test_frozen_weights_below(ranks: Ranks, tmp_path: Path) -> None:
 def interrupted(path: str) -> dict[str, Any]:
     """The same steps with a checkpoint between them, that another engine goes on from."""
     torch.manual_seed(0)
-    before = built(Gpt(), {}, HALVES)
+    before = built(Gpt(blocks=2), {}, HALVES)
     losses = train(before, range(STEPS // 2))
     before.save_checkpoint(path)
     torch.manual_seed(1)
-    model = Gpt()
+    model = Gpt(blocks=2)
     after = built(model, {}, HALVES)
     after.load_checkpoint(path)
     return {"losses": losses + train(after, range(STEPS // 2, STEPS)), "whole": whole_parameters(model)}
 
 
-def test_a_checkpoint_in_between(ranks: Ranks, tmp_path: Path) -> None:
-    check_same(ranks.run(4, story, {}, HALVES), ranks.run(4, interrupted, str(tmp_path)))
+def test_a_checkpoint_in_between(ranks: Ranks, in_halves: list[dict[str, Any]], tmp_path: Path) -> None:
+    check_same(in_halves, ranks.run(4, interrupted, str(tmp_path)))

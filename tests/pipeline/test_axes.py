@@ -17,7 +17,7 @@ PLAN = {"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}
 
 def made() -> torch.nn.Module:
     torch.manual_seed(0)
-    return Decoder(tied=True).double()
+    return Decoder(2, tied=True).double()
 
 
 def trained(config: dict[str, Any]) -> dict[str, Any]:

@@ -16,9 +16,10 @@ MARK = "RESULT "  # a line of a script that holds JSON for the test
 
 def run_ranks(script: Path, *args: str, ranks: int = 2, options: tuple[str, ...] = (), limit: float = HANG) -> str:
     """Run a script by `shardwell run --as-deepspeed`; return what it printed, and fail with its errors if it failed."""
+    text = script.read_text()
     done = subprocess.run(
         arguments("run", "--as-deepspeed", "-n", str(ranks), *options, script, *args),
-        env={**environment(libraries="transformers" in script.read_text()), "OMP_NUM_THREADS": "1"},
+        env={**environment(libraries="transformers" in text or "accelerate" in text), "OMP_NUM_THREADS": "1"},
         cwd=script.parent,
         capture_output=True,
         text=True,
@@ -28,11 +29,13 @@ def run_ranks(script: Path, *args: str, ranks: int = 2, options: tuple[str, ...]
     return done.stdout
 
 
-def run_python(*args: str | Path, cwd: Path, limit: float = HANG, **variables: str) -> subprocess.CompletedProcess[str]:
+def run_python(
+    *args: str | Path, cwd: Path, limit: float = HANG, libraries: bool = False, **variables: str
+) -> subprocess.CompletedProcess[str]:
     """Run Python with these arguments; `-m shardwell.compat.deepspeed` among them is one of the ways in."""
     return subprocess.run(
         [sys.executable, *map(str, args)],
-        env={**environment(), "OMP_NUM_THREADS": "1", **variables},
+        env={**environment(libraries=libraries), "OMP_NUM_THREADS": "1", **variables},
         cwd=cwd,
         capture_output=True,
         text=True,

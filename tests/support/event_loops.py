@@ -28,10 +28,18 @@ def yield_to_others() -> None:
     c10d._new_process_group_helper = make_and_yield  # type: ignore[assignment]
 
 
+_looks: dict[str, int] = {}  # how often a thread was looked at: a new one may not have its name yet
+
+
 def _set_policy() -> None:
-    for task in Path("/proc/self/task").iterdir():
-        try:
-            if (task / "comm").read_text().startswith(NAME):
-                os.sched_setscheduler(int(task.name), os.SCHED_IDLE, os.sched_param(0))
-        except (FileNotFoundError, ProcessLookupError):  # it has ended
-            continue
+    tasks = os.listdir("/proc/self/task")
+    for task in tasks:
+        if _looks.get(task, 0) < 2:
+            try:
+                if Path("/proc/self/task", task, "comm").read_text().startswith(NAME):
+                    os.sched_setscheduler(int(task), os.SCHED_IDLE, os.sched_param(0))
+            except (FileNotFoundError, ProcessLookupError):  # it has ended
+                continue
+    known = {task: _looks.get(task, 0) + 1 for task in tasks}
+    _looks.clear()
+    _looks.update(known)

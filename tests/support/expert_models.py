@@ -178,5 +178,5 @@ def on_axis(cases: list[ExpertCase], stage: int) -> list[dict[str, Tensor]]:
         engine = started(case, stage)
         train(engine, case)
         found.append(engine.state_dict())
-        engine.destroy()
+        engine.destroy(whole=False)
     return found

@@ -11,7 +11,7 @@ import pytest
 
 _ROOT = Path(__file__).resolve().parents[2]
 _LIBRARIES = r"^\s*(import|from) (transformers|peft|trl|lightning)|importorskip\(\"(transformers|peft|trl|lightning)"
-_THEIR_SUPPORT = r"tests\.support(\.| import )(zoo|trainer_scripts|lightning_runs)"
+_THEIR_SUPPORT = r"tests\.support(\.| import )(zoo|trainer_scripts|lightning_runs|sequence_models|expert_models)"
 
 
 def fast_cases(items: Sequence[pytest.Item]) -> list[pytest.Item]:

@@ -135,7 +135,7 @@ def run_chain(legs: list[Leg], folder: Path) -> dict[str, Tensor]:
         engine.save_checkpoint(at)
         engine.finish_saving()
         dist.barrier()
-        engine.destroy()
+        engine.destroy(whole=False)
         at = handed_on(at, kind)
     engine = engine_of(Leg(3), len(legs))
     engine.load_checkpoint(at, strict=True)

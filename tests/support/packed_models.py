@@ -54,7 +54,7 @@ class PackedDecoder(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.tokens = nn.Embedding(VOCABULARY, WIDTH)
-        self.blocks = nn.ModuleList(Block() for _ in range(4))
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
         self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, VOCABULARY, bias=False)
 
     def forward(self, ids: Tensor) -> Tensor:
@@ -188,7 +188,7 @@ def trained(leg: Leg, steps: int) -> dict[str, Any]:
     for step in range(steps):
         train_step(engine, leg, step)
     found = engine.state_dict()
-    engine.destroy()
+    engine.destroy(whole=False)
     return dict(found)
 
 

@@ -173,12 +173,12 @@ def _request(args: Any, given: dict[str, Any]) -> dict[str, Any] | None:
         or given["preexec_fn"] is not None
     ):
         return None
-    command = [os.fspath(one) for one in args]
+    command, namespaces = _without_namespaces([os.fspath(one) for one in args])
     unbuffered = command[1:2] == ["-u"]  # as torchrun starts its ranks
     del command[1 : 1 + unbuffered]
     unusual = any(given[one] is not None for one in ("gid", "gids", "uid")) or given["umask"] >= 0
     cwd = os.getcwd() if given["cwd"] is None else os.path.abspath(os.fspath(given["cwd"]))
-    if unusual or not given["close_fds"] or given["executable"] not in (None, command[0]):
+    if unusual or not given["close_fds"] or given["executable"] not in (None, args[0]):
         return None
     if not _is_program(command, cwd):
         return None
@@ -188,7 +188,20 @@ def _request(args: Any, given: dict[str, Any]) -> dict[str, Any] | None:
     if (str(POISON) in paths) != (env[VARIABLE] == "poisoned"):
         return None
     return {"args": command[1:], "env": env, "cwd": cwd, "session": bool(given["start_new_session"]),
-            "group": given["process_group"], "pass": list(given["pass_fds"]), "unbuffered": unbuffered}  # fmt: skip
+            "group": given["process_group"], "pass": list(given["pass_fds"]), "unbuffered": unbuffered,
+            "namespaces": namespaces}  # fmt: skip
+
+
+def _without_namespaces(command: list[str]) -> tuple[list[str], list[str]]:
+    """Return what `nsenter` would run, as the benchmarks' hosts call it, and the files of the namespaces around it."""
+    if command[:2] != ["nsenter", "--target"]:
+        return command, []
+    known = {"--user": "user", "--preserve-credentials": None, "--net": "net"}
+    place, names = 3, list[str]()
+    while place < len(command) and command[place] in known:
+        names += [name] if (name := known[command[place]]) else []
+        place += 1
+    return command[place:], [f"/proc/{command[2]}/ns/{name}" for name in names]
 
 
 def _is_program(command: list[str], cwd: str) -> bool:

@@ -162,6 +162,7 @@ def _take_session(request: dict[str, Any]) -> None:
 def _become(request: dict[str, Any], base: list[str]) -> None:
     """Take on the directory, environment and paths that the process was asked for with."""
     _prctl(_PR_SET_NAME, os.path.basename(sys.executable).encode())
+    _enter(request["namespaces"])
     os.chdir(request["cwd"])
     os.environ.clear()
     os.environ.update(request["env"])
@@ -187,6 +188,15 @@ def _become(request: dict[str, Any], base: list[str]) -> None:
     if str(preloaded.SITE_OF_DEEPSPEED) in here:
         sys.modules.pop("sitecustomize", None)
         importlib.import_module("sitecustomize")
+
+
+def _enter(namespaces: list[str]) -> None:
+    """Enter the namespaces, as `nsenter` does: all are opened while this process may still see them."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    for file in [os.open(name, os.O_RDONLY | os.O_CLOEXEC) for name in namespaces]:
+        if libc.setns(file, 0) != 0:
+            raise OSError(ctypes.get_errno(), "setns")
+        os.close(file)
 
 
 def _take_files(files: list[int], numbers: list[int]) -> None:

@@ -63,12 +63,14 @@ class Block(nn.Module):
 class Decoder(nn.Module):
     """Embedding, blocks, norm, head; returns the loss."""
 
-    def __init__(self, tied: bool = False, recompute: bool = False, frozen: bool = False, drop: float = 0.0) -> None:
+    def __init__(
+        self, tied: bool = False, recompute: bool = False, frozen: bool = False, drop: float = 0.0, blocks: int = 2
+    ) -> None:
         super().__init__()
         self.recompute, self.parallel_loss = recompute, False
         self.embed = nn.Embedding(VOCABULARY, WIDTH)
         self.position = nn.Parameter(torch.randn(8, WIDTH) * 0.02)
-        self.blocks = nn.ModuleList([Block(WIDTH, drop) for _ in range(2)])
+        self.blocks = nn.ModuleList([Block(WIDTH, drop) for _ in range(blocks)])
         self.norm = nn.LayerNorm(WIDTH)
         self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
         if tied:
@@ -183,5 +185,5 @@ def on_grid(cases: list[TensorCase], stage: int) -> list[dict[str, Tensor]]:
         engine, _ = started(case, stage)
         train(engine, case)
         found.append(engine.state_dict())
-        engine.destroy()
+        engine.destroy(whole=False)
     return found

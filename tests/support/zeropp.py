@@ -33,10 +33,10 @@ def trained(block: dict[str, Any], accumulation: int) -> dict[str, Any]:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     engine, *_ = shardwell.initialize(model=model, optimizer=optimizer, config=config)
     losses, seen = [], {}
-    for number, batch in enumerate(batches(12, 24)):
+    for number, batch in enumerate(batches(6, 24)):
         for micro in range(accumulation):
             loss = engine(share(batch, rank, size, micro, accumulation))
-            if number == 6 and micro == 0:  # with second copies of what was encoded in memory
+            if number == 3 and micro == 0:  # with second copies of what was encoded in memory
                 seen = whole_parameters(model)
                 masters = {name: safe_get_full_fp32_param(p) for name, p in model.named_parameters()}
             engine.backward(loss)
