@@ -37,6 +37,7 @@ RUNS: dict[str, tuple[list[str], Callable[[str], bool]]] = {
     "offload": (["20"], lambda out: "host 384.0 KiB" in out and falls(out)),
     "three_axes": (["20"], falls),
 }
+WITH_LIBRARIES = {"lora", "fine_tune"}  # they import Transformers
 RANKS = {"three_axes": 4}  # here without a data axis; all others run on 2
 ELSEWHERE = {"ray_train"}  # tests/clients/test_ray_train.py runs it
 
@@ -52,7 +53,8 @@ def test_an_example_does_what_it_is_about(tmp_path: Path, name: str) -> None:
     text = tmp_path / "text.txt"
     text.write_text("the same words again and again. " * 1200)
     given = [one.format(folder=tmp_path, text=text) for one in arguments]
-    done = command("run", "-n", str(RANKS.get(name, 2)), EXAMPLES / f"{name}.py", *given, cwd=tmp_path)
+    words = ["run", "-n", str(RANKS.get(name, 2)), EXAMPLES / f"{name}.py", *given]
+    done = command(*words, cwd=tmp_path, libraries=name in WITH_LIBRARIES)
     assert done.returncode == 0, done.stderr[-3000:]
     assert shows(done.stdout), done.stdout[-3000:]
     assert f"examples/{name}.py" in (EXAMPLES / f"{name}.py").read_text().splitlines()[0]

@@ -33,6 +33,9 @@ def arguments(*args: str | Path) -> list[str]:
     return [sys.executable, "-m", "shardwell", *map(str, args)]
 
 
-def shardwell(*args: str | Path, cwd: Path | None = None, limit: float = HANG) -> subprocess.CompletedProcess[str]:
+def shardwell(
+    *args: str | Path, cwd: Path | None = None, limit: float = HANG, libraries: bool = False
+) -> subprocess.CompletedProcess[str]:
     """Run to the end; stdout and stderr as text."""
-    return subprocess.run(arguments(*args), env=environment(), cwd=cwd, capture_output=True, text=True, timeout=limit)
+    env = environment(libraries=libraries)
+    return subprocess.run(arguments(*args), env=env, cwd=cwd, capture_output=True, text=True, timeout=limit)

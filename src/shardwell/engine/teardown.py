@@ -80,8 +80,9 @@ class Teardown:
                 if whole and sys.exc_info()[0] is None:
                     logging.getLogger("shardwell").warning("destroy leaves the parameters released: %s", why_not)
             elif sys.exc_info()[0] is None:
-                for unit in self.scheduler.units:
-                    unit.wait()  # peers may still have to receive what the last step has published
+                for unit in self.scheduler.units:  # peers may still have to receive what the last step has published
+                    if unit.updates.published is not None and unit.updates.published.is_awaited:
+                        unit.updates.published.finish()
             _drop_gradients(self.scheduler, optimizer)
         self._close(optimizer)
 
