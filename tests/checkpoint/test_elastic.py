@@ -23,8 +23,8 @@ CHAIN = [(4, 3), (2, 1), (3, 2), (1, 3), (2, 0)]  # (ranks, stage)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", [Case(), Case(accumulation=2, clip=0.5, groups=True)], ids=["plain", "groups"])
-def test_a_run_through_many_worlds_is_one_run(ranks: Ranks, tmp_path: Path, case: Case) -> None:
+def test_a_run_through_many_worlds_is_one_run(ranks: Ranks, tmp_path: Path) -> None:
+    case = Case(accumulation=2, clip=0.5, groups=True)
     num_steps = 2 * len(CHAIN)
     for index, (num_ranks, stage) in enumerate(CHAIN):
         leg = Leg(stage, 2 * index, 2 * index + 2, case, loads=index > 0)
@@ -38,7 +38,7 @@ def test_a_run_through_many_worlds_is_one_run(ranks: Ranks, tmp_path: Path, case
 
 @pytest.mark.parametrize(
     ("stage", "precision"),
-    [(stage, one) for stage in range(4) for place, one in enumerate((FP16, BF16, {})) if stage == 3 or place != stage],
+    [(0, {}), (1, FP16), (2, BF16), (3, FP16), (3, BF16), (3, {})],
 )
 def test_the_same_world_and_stage_go_on_with_the_same_bits(
     ranks: Ranks, tmp_path: Path, stage: int, precision: dict[str, Any]

@@ -126,8 +126,13 @@ def sharded(way: Callable[..., None], stage: int, by_engine: bool) -> dict[str, 
     return whole_parameters(model)
 
 
+def is_by_engine(way: Callable[..., None], stage: int) -> bool:
+    """Whether a way goes by `engine.backward` at a stage, or by the loss's own: at the four stages, each does both."""
+    return (WAYS.index(way) + stage) % 2 == 0
+
+
 def all_ways(stage: int) -> dict[str, dict[str, Tensor]]:
-    return {f"{way.__name__} {ours}": sharded(way, stage, ours) for way in WAYS for ours in (True, False)}
+    return {way.__name__: sharded(way, stage, is_by_engine(way, stage)) for way in WAYS}
 
 
 @pytest.mark.slow
@@ -137,9 +142,8 @@ def test_several_forwards_and_backwards_add_up_as_they_do_plainly(ranks: Ranks, 
     answers = ranks.run(2, all_ways, stage)[0]
     for way in WAYS:
         expected = plain(way, 2)
-        for ours in (True, False):
-            difference, name = distance(answers[f"{way.__name__} {ours}"], expected)
-            assert difference < 1e-10, f"{way.__name__} {ours}: {name} differs by {difference}"
+        difference, name = distance(answers[way.__name__], expected)
+        assert difference < 1e-10, f"{way.__name__} {is_by_engine(way, stage)}: {name} differs by {difference}"
 
 
 class Twice(nn.Module):
