@@ -31,10 +31,14 @@ def test_a_rank_that_is_alone_follows_plain_pytorch(ranks: Ranks, stage: int, lo
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stage", [2, 3])
-@pytest.mark.parametrize("extra", [HOST, DISK], ids=["host", "disk"])
-def test_gradients_below_the_device_follow_plain_pytorch(ranks: Ranks, stage: int, extra: dict[str, object]) -> None:
-    loops = EVEN if (stage == 2) == (extra is HOST) else ODD
+@pytest.mark.parametrize(
+    ("stage", "extra", "loops"),
+    [(2, HOST, EVEN), (3, HOST, ODD), (2, DISK, ODD[::2]), (3, DISK, EVEN)],
+    ids=["host-2", "host-3", "disk-2", "disk-3"],
+)
+def test_gradients_below_the_device_follow_plain_pytorch(
+    ranks: Ranks, stage: int, extra: dict[str, object], loops: list[str]
+) -> None:
     assert ranks.run(2, differences, stage, loops, "given", extra) == [{}, {}]
 
 

@@ -30,7 +30,7 @@ CASES = [
 )
 def test_fp64_parameters_agree_to_1e_10(ranks: Ranks, stage: int, num_ranks: int) -> None:
     """On two ranks after 20 steps of the plainest case at stage 3, and after 4 of all; on others after 4 of some."""
-    chosen = CASES if num_ranks == 2 and stage in (0, 3) else CASES[(stage + num_ranks) % 2 :: 2]
+    chosen = CASES if num_ranks == 2 and stage == 3 else CASES[(stage + num_ranks) % 2 :: 2]
     chosen = chosen[: 2 if num_ranks in (1, 4) else None]
     chosen = [replace(case, steps=20 if (stage, num_ranks, k) == (3, 2, 0) else 4) for k, case in enumerate(chosen)]
     if num_ranks > 2:
@@ -40,7 +40,7 @@ def test_fp64_parameters_agree_to_1e_10(ranks: Ranks, stage: int, num_ranks: int
         assert difference < 1e-10, f"{case}: {name} differs by {difference}"
 
 
-@pytest.mark.parametrize(("optimizer", "stage"), [("SGD", 0), ("AdamW", 1), ("AdamW", 2), ("SGD", 3), ("AdamW", 3)])
+@pytest.mark.parametrize(("optimizer", "stage"), [("SGD", 0), ("AdamW", 2), ("AdamW", 3)])
 def test_fp32_parameters_agree_to_1e_5_after_20_steps(ranks: Ranks, stage: int, optimizer: str) -> None:
     options = {"lr": 1e-2, "momentum": 0.9} if optimizer == "SGD" else {"lr": 1e-3}
     case = Case(dtype=torch.float32, optimizer=optimizer, options=options, clip=1.0, steps=20)
@@ -104,7 +104,7 @@ def test_activation_checkpointing_keeps_parity(ranks: Ranks, stage: int, recompu
     assert difference < 1e-10, f"{name} differs by {difference}"
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("stage", [0, 2, 3])
 def test_tied_weights_keep_parity(ranks: Ranks, stage: int) -> None:
     case = Case(model={"tied": True}, born_sharded=True)
     difference, name = distance(ranks.run(2, all_sharded, [case], stage)[0][0], plainly(case)[0])

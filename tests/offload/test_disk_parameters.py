@@ -60,7 +60,7 @@ def test_every_placement_gives_the_same_bits(ranks: Ranks, tmp_path: Path, num_r
 
     On two ranks in bf16. On one rank, each placement is met in one of the other precisions.
     """
-    case = host_case("auto", precision, steps=3, clip=0.5, accumulation=2, groups=True)
+    case = host_case("auto", precision, steps=3, clip=0.5, accumulation=3 - num_ranks, groups=True)
     some = {"bf16": PLACES, "fp32": PLACES[::2], "fp16": PLACES[1::2]}[precision]
     places = list(dict.fromkeys([("none", "none"), ("none", "cpu"), *some]))
     found = dict(zip(places, ranks.run(num_ranks, everywhere, case, places, str(tmp_path))[0], strict=True))

@@ -48,7 +48,7 @@ def lifted_story(block: dict[str, Any]) -> Any:
         return found
 
 
-@pytest.mark.parametrize("place", PLACES[1:], ids="-".join)
+@pytest.mark.parametrize("place", [PLACES[1], PLACES[3]], ids="-".join)
 def test_whoever_looks_or_changes_sees_the_same(ranks: Ranks, tmp_path: Path, place: tuple[str, str]) -> None:
     expected = ranks.run(2, story, blocks(*place, tmp_path), 3, "fp32")
     for one, other in zip(ranks.run(2, lifted_story, blocks(*place, tmp_path)), expected, strict=True):
