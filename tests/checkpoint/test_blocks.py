@@ -111,7 +111,7 @@ def load_each(stage: int, threshold: int, roots: list[str]) -> list[tuple[str, b
     return answers
 
 
-@pytest.fixture(scope="module", params=["blocks", "old"])
+@pytest.fixture(scope="module")
 def damaged(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> list[str]:
     """A checkpoint of two ranks, and copies of it with one flipped bit each."""
     root = tmp_path_factory.mktemp(request.param)
@@ -130,7 +130,11 @@ def damaged(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory, request: pyt
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("num_ranks", "stage", "threshold"), [(1, 0, 0), (3, 3, 0), (2, 2, 600)])
+@pytest.mark.parametrize(
+    ("damaged", "num_ranks", "stage", "threshold"),
+    [("blocks", 1, 0, 0), ("blocks", 3, 3, 0), ("blocks", 2, 2, 600), ("old", 2, 2, 600)],
+    indirect=["damaged"],
+)
 def test_no_flipped_bit_gets_in_at_another_layout(
     ranks: Ranks, damaged: list[str], num_ranks: int, stage: int, threshold: int
 ) -> None:

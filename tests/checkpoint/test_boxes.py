@@ -59,7 +59,7 @@ def pairs(found: list[Overlap]) -> list[tuple[int, int]]:
     return both
 
 
-@settings(deadline=None, max_examples=400)
+@settings(deadline=None, max_examples=150)
 @given(st.data())
 def test_overlaps_are_the_elements_that_both_regions_have(data: st.DataObject) -> None:
     shape = data.draw(shapes)
@@ -69,7 +69,7 @@ def test_overlaps_are_the_elements_that_both_regions_have(data: st.DataObject) -
     assert pairs(overlaps(target, source)) == list(zip(in_target.tolist(), in_source.tolist(), strict=True))
 
 
-@settings(deadline=None, max_examples=400)
+@settings(deadline=None, max_examples=150)
 @given(st.data())
 def test_a_read_is_near_together_and_nothing_is_read_twice_or_lost(data: st.DataObject) -> None:
     shape = data.draw(shapes)
@@ -85,7 +85,7 @@ def test_a_read_is_near_together_and_nothing_is_read_twice_or_lost(data: st.Data
         assert all(after - before - 1 <= gap for before, after in pairwise(used))
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=100)
 @given(st.data())
 def test_the_span_in_a_box_holds_what_is_common_and_ends_there(data: st.DataObject) -> None:
     shape = data.draw(shapes)
@@ -115,7 +115,7 @@ def test_rows_far_apart_are_read_one_by_one_and_near_ones_together() -> None:
 # --- tiling -----------------------------------------------------------------------------------------------------
 
 
-@settings(deadline=None, max_examples=400)
+@settings(deadline=None, max_examples=150)
 @given(st.data())
 def test_boxes_that_do_not_tile_are_found_with_an_element(data: st.DataObject) -> None:
     shape = data.draw(st.lists(st.integers(1, 4), max_size=3).map(tuple))

@@ -106,12 +106,13 @@ def saved(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", [1, 3])
 def test_damage_is_named_and_changes_nothing(ranks: Ranks, saved: Path, tmp_path: Path, stage: int) -> None:
-    for name, (damage, _) in DAMAGES.items():
+    damages = DAMAGES if stage == 3 else dict(list(DAMAGES.items())[::2])
+    for name, (damage, _) in damages.items():
         shutil.copytree(saved, tmp_path / name)
         damage(tmp_path / name / "global_step2")
-    roots = [str(tmp_path / name) for name in DAMAGES]
+    roots = [str(tmp_path / name) for name in damages]
     for answers in ranks.run(2, load_each, CASE, stage, roots, {"tag": "global_step2"}):
-        for (name, (_, sentence)), (message, intact) in zip(DAMAGES.items(), answers, strict=True):
+        for (name, (_, sentence)), (message, intact) in zip(damages.items(), answers, strict=True):
             assert re.search(sentence, message), f"{name}: {message}"
             assert intact, name
 

@@ -23,8 +23,8 @@ CHAIN = [(4, 3), (2, 1), (3, 2), (1, 3), (2, 0)]  # (ranks, stage)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", [Case(), Case(accumulation=2, clip=0.5, groups=True)], ids=["plain", "groups"])
-def test_a_run_through_many_worlds_is_one_run(ranks: Ranks, tmp_path: Path, case: Case) -> None:
+def test_a_run_through_many_worlds_is_one_run(ranks: Ranks, tmp_path: Path) -> None:
+    case = Case(accumulation=2, clip=0.5, groups=True)
     num_steps = 2 * len(CHAIN)
     for index, (num_ranks, stage) in enumerate(CHAIN):
         leg = Leg(stage, 2 * index, 2 * index + 2, case, loads=index > 0)
@@ -38,16 +38,16 @@ def test_a_run_through_many_worlds_is_one_run(ranks: Ranks, tmp_path: Path, case
 
 @pytest.mark.parametrize(
     ("stage", "precision"),
-    [(stage, one) for stage in range(4) for place, one in enumerate((FP16, BF16, {})) if stage == 3 or place != stage],
+    [(0, {}), (1, FP16), (2, BF16), (3, FP16), (3, BF16), (3, {})],
 )
 def test_the_same_world_and_stage_go_on_with_the_same_bits(
     ranks: Ranks, tmp_path: Path, stage: int, precision: dict[str, Any]
 ) -> None:
     case = Case(dtype=torch.float32, clip=0.5, groups=True)
-    first = Leg(stage, 0, 3, case, precision, loads=False)
-    whole = ranks.run(2, run_leg, uninterrupted(first, 5), str(tmp_path))
+    first = Leg(stage, 0, 2, case, precision, loads=False)
+    whole = ranks.run(2, run_leg, uninterrupted(first, 4), str(tmp_path))
     before = ranks.run(2, run_leg, first, str(tmp_path))
-    after = ranks.run(2, run_leg, Leg(stage, 3, 5, case, precision), str(tmp_path))
+    after = ranks.run(2, run_leg, Leg(stage, 2, 4, case, precision, saves=False), str(tmp_path))
     for rank in range(2):
         check_equal(after[rank]["loaded"], before[rank]["ended"])
         check_equal(after[rank]["ended"], whole[rank]["ended"])

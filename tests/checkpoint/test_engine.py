@@ -239,13 +239,13 @@ def optimizers_go_on(root: str, names: list[str]) -> dict[str, float]:
     far = {}
     for name in names:
         whole = engine_at(3, name)
-        steps(whole, 0, 5)
+        steps(whole, 0, 4)
         first = engine_at(3, name)
-        steps(first, 0, 3)
+        steps(first, 0, 2)
         first.save_checkpoint(f"{root}/{name}")
         second = engine_at(1, name)
         second.load_checkpoint(f"{root}/{name}")
-        steps(second, 3, 5)
+        steps(second, 2, 4)
         expected, found = whole_parameters(whole.module), whole_parameters(second.module)
         far[name] = max(float((expected[key] - found[key]).norm() / expected[key].norm()) for key in expected)
     return far

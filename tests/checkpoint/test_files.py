@@ -23,6 +23,7 @@ from shardwell.checkpoint import DTYPES, Entry, Reader, stream, write
 from shardwell.checkpoint.files import CHUNK
 from shardwell.errors import CheckpointError
 from tests.support.checkpoint_samples import same_bits
+from tests.support.command import environment
 
 
 def random_tensor(dtype: torch.dtype, shape: tuple[int, ...], seed: int = 0) -> Tensor:
@@ -193,8 +194,9 @@ threading.Thread(target=work).start()
 
 
 def test_a_thread_can_write_while_the_process_ends(tmp_path: Path) -> None:
-    environment = {**os.environ, "LOCAL_WORLD_SIZE": "0"}  # spare cores
-    subprocess.run([sys.executable, "-c", WRITE_AT_EXIT, str(tmp_path / "f")], env=environment, check=True)
+    # With spare cores. A process that was forked from another ends its threads as Python does: `threading._shutdown`.
+    variables = {**environment(), "LOCAL_WORLD_SIZE": "0"}
+    subprocess.run([sys.executable, "-c", WRITE_AT_EXIT, str(tmp_path / "f")], env=variables, check=True)
     with Reader(tmp_path / "f") as reader:
         assert same_bits(reader.read("w"), torch.ones(2**20))
 

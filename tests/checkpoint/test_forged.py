@@ -43,7 +43,7 @@ class Counting(nn.Module):
 
 def engine_of(**more: Any) -> shardwell.Engine:
     torch.manual_seed(0)
-    model = Gpt()
+    model = Gpt(blocks=1)
     model.extra = Counting()
     config = zero(
         2,

@@ -314,7 +314,7 @@ def test_every_flipped_bit_of_a_manifest_is_found_or_harmless() -> None:
             content[index] ^= 1 << bit
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=100)
 @given(st.lists(st.tuples(st.integers(0, 10_000), st.integers(0, 255)), min_size=1, max_size=8), st.integers(0, 10_000))
 def test_random_damage_of_a_manifest_is_found_or_harmless(flips: list[tuple[int, int]], cut: int) -> None:
     content = bytearray(example().to_json().encode())
@@ -325,7 +325,7 @@ def test_random_damage_of_a_manifest_is_found_or_harmless(flips: list[tuple[int,
             assert Manifest.from_json(text) == example()
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=150)
 @given(st.data())
 def test_a_random_value_anywhere_is_refused_or_gives_a_valid_manifest(data: st.DataObject) -> None:
     content = json.loads(example().to_json())

@@ -38,9 +38,9 @@ def test_8_bit_moments_are_the_same_bits_after_a_load_at_the_same_ranks(
     ranks: Ranks, tmp_path: Path, stage: int
 ) -> None:
     case = Case(dtype=torch.float32)
-    whole = ranks.run(2, run_leg, Leg(stage, 0, 5, case, EIGHT_BITS, loads=False, saves=False), str(tmp_path))
-    saved = ranks.run(2, run_leg, Leg(stage, 0, 3, case, EIGHT_BITS, loads=False), str(tmp_path))
-    gone_on = ranks.run(2, run_leg, Leg(stage, 3, 5, case, EIGHT_BITS), str(tmp_path))
+    whole = ranks.run(2, run_leg, Leg(stage, 0, 4, case, EIGHT_BITS, loads=False, saves=False), str(tmp_path))
+    saved = ranks.run(2, run_leg, Leg(stage, 0, 2, case, EIGHT_BITS, loads=False), str(tmp_path))
+    gone_on = ranks.run(2, run_leg, Leg(stage, 2, 4, case, EIGHT_BITS, saves=False), str(tmp_path))
     for one, other in ((saved[0]["ended"], gone_on[0]["loaded"]), (whole[0]["ended"], gone_on[0]["ended"])):
         assert one.keys() == other.keys()
         for name in one:

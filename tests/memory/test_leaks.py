@@ -1,4 +1,6 @@
-"""No step leaves anything behind: live bytes stay as they are, for every stage, codec, hop, tier and accumulation.
+"""No step leaves anything behind: live bytes stay as they are, for every codec at every hop and tier.
+
+Each of these meets every stage and both ways to accumulate.
 
 One process is one of four ranks, whose peers are simulated on the CPU: they send what this rank sends. So everything
 goes the library's route, as on NCCL: what follows a hop is begun at once, and no host waits in between.
@@ -22,6 +24,7 @@ from torch import nn
 import shardwell
 from tests.support.live_bytes import live_bytes
 from tests.support.models import zero
+from tests.support.pairwise import covering
 from tests.support.patience import soon
 from tests.support.ranks import Ranks
 
@@ -65,9 +68,10 @@ class Run:
         return {**config, "gradient_accumulation_steps": self.accumulation, "aio": {"block_size": 8192}}
 
 
-RUNS = [
+ALL = [
     run for run in itertools.starmap(Run, itertools.product((0, 1, 2, 3), CODECS, HOPS, TIERS, (1, 2))) if run.is_one
 ]
+RUNS = covering(ALL, ("codec", "hop", "tier"), ("stage", "tier", "accumulation"))
 
 
 def held(run: Run, path: str) -> list[tuple[int, int]]:

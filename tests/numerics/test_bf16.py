@@ -12,7 +12,7 @@ from tests.support.models import Gpt, batches, zero
 from tests.support.ranks import Ranks
 from tests.support.training import ROWS, Case, all_sharded, distance
 
-STEPS = 4
+STEPS = 3
 
 
 def plain_mixed_precision(num_ranks: int, accumulation: int) -> dict[str, Tensor]:
@@ -54,8 +54,7 @@ def test_bf16_equals_the_plain_loop_bit_for_bit(ranks: Ranks, stage: int) -> Non
         assert (found[name] == values.float().numpy()).all(), name
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-@pytest.mark.parametrize("num_ranks", [1, 3])
+@pytest.mark.parametrize(("num_ranks", "stage"), [(1, 0), (1, 3), (3, 0), (3, 1), (3, 2), (3, 3)])
 def test_bf16_accumulates_in_fp32(ranks: Ranks, stage: int, num_ranks: int) -> None:
     case = Case(dtype=torch.float32, steps=STEPS, accumulation=4, config=CASE.config)
     difference, name = distance(

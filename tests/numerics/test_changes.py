@@ -19,7 +19,6 @@ from shardwell.utils import safe_get_full_optimizer_state
 from shardwell.zero import GatheredParameters
 from tests.support.changing_models import (
     OPTIONS,
-    STAGES,
     VOCAB,
     WIDTH,
     Block,
@@ -300,9 +299,10 @@ CHANGES = [
 
 @pytest.mark.parametrize("kind", CHANGES, ids=lambda kind: kind.__name__)
 def test_training_goes_on_as_it_does_plainly(ranks: Ranks, kind: type[Change]) -> None:
+    """At stage 3, where a rank has only its shard, and at one of the others."""
     expected = play_plainly(kind())
-    for stage, found in zip(STAGES, ranks.run(2, at_all_stages, play_sharded, kind())[0], strict=True):
-        check(found, expected, f"stage {stage}")
+    for stage in (CHANGES.index(kind) % 3, 3):
+        check(ranks.run(2, play_sharded, stage, kind())[0], expected, f"stage {stage}")
 
 
 def rows_that_stay(stage: int) -> dict[str, Any]:
@@ -382,5 +382,5 @@ def resized(stage: int | None, kind: str, num_ranks: int = 2) -> dict[str, Tenso
 @pytest.mark.parametrize("kind", ["gpt2", "llama"])
 def test_transformers_can_add_tokens(ranks: Ranks, kind: str) -> None:
     expected = resized(None, kind)
-    for stage, found in zip(STAGES, ranks.run(2, at_all_stages, resized, kind)[0], strict=True):
-        check(found, expected, f"{kind} at stage {stage}")
+    for stage in {"gpt2": (0, 2), "llama": (1, 3)}[kind]:
+        check(ranks.run(2, resized, stage, kind)[0], expected, f"{kind} at stage {stage}")

@@ -84,17 +84,18 @@ def train(case: Case, stage: int, plain_backward: bool) -> tuple[dict[str, Tenso
     return {name: safe_get_full_fp32_param(p) for name, p in model.named_parameters()}, whole, norms
 
 
-def train_all() -> list[list[list[Any]]]:
+def train_all(cases: list[Case]) -> list[list[list[Any]]]:
     return [
         [[train(case, stage, plain) for plain in {False, stage == 1 and case == CASES[0]}] for stage in STAGES]
-        for case in CASES
+        for case in cases
     ]
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_training_follows_the_plain_loop(ranks: Ranks, num_ranks: int) -> None:
-    answers = ranks.run(num_ranks, train_all)[0]
-    for case, by_stage in zip(CASES, answers, strict=True):
+    cases = CASES if num_ranks == 2 else CASES[1:3]
+    answers = ranks.run(num_ranks, train_all, cases)[0]
+    for case, by_stage in zip(cases, answers, strict=True):
         expected, norms = plain_mixed_precision(case, num_ranks)
         for stage, ways in zip(STAGES, by_stage, strict=True):
             for masters, whole, found_norms in ways:
@@ -207,12 +208,13 @@ def follow_scale(scaling: Scaling, stage: int) -> dict[str, Any]:
     start, found = engine.loss_scale, []
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
+        before = shards_of(engine)
         for letter in scaling.overflows:
-            before = shards_of(engine)
             spoil = float("inf") if letter == "x" and dist.get_rank() == dist.get_world_size() - 1 else 1.0
             engine.backward(loss_of(engine(x)) * spoil)
             engine.step()
-            untouched = same(before, shards_of(engine))
+            after = shards_of(engine)
+            untouched, before = same(before, after), after
             found.append(
                 (engine.loss_scale, engine.skipped_steps, engine.optimizer.overflow, untouched, engine.get_lr()[0])
             )
@@ -222,7 +224,7 @@ def follow_scale(scaling: Scaling, stage: int) -> dict[str, Any]:
 
 def stages_of(number: int) -> tuple[int, ...]:
     """The rules are the same at all stages; what finds an overflow is not."""
-    return STAGES if number == 0 else (number % 4,)
+    return (number % 4,)
 
 
 def follow_scales() -> list[list[dict[str, Any]]]:

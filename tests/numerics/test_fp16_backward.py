@@ -83,7 +83,8 @@ def gradients_of_outputs(kind: str, stage: int, in_place: bool = False) -> dict[
     """By plain backward, by engine.backward."""
     found: dict[str, list[dict[str, Tensor]]] = {}
     x = rows(1, dist.get_world_size())[0][0][dist.get_rank()]
-    for use, combine in (IN_PLACE if in_place else USES).items():
+    uses = IN_PLACE if in_place else USES if kind == "dict" else {"both": USES["both"]}
+    for use, combine in uses.items():
         found[use] = []
         for plain_backward in (True, False):
             model = build(lambda: Losing(kind))

@@ -25,20 +25,22 @@ CASES = [
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize(
+    ("stage", "num_ranks"), [(0, 1), (3, 1), *((stage, n) for stage in range(4) for n in (2, 3)), (1, 4), (3, 4)]
+)
 def test_fp64_parameters_agree_to_1e_10(ranks: Ranks, stage: int, num_ranks: int) -> None:
-    """On two ranks after 20 steps of the plainest case and 8 of one that accumulates and clips; else after 4."""
-    chosen = CASES if num_ranks == 2 else CASES[num_ranks % 2 :: 2]  # 3 and 4 together all
-    steps = {0: 20, 3: 8} if num_ranks == 2 else {}
-    chosen = [replace(case, steps=steps.get(CASES.index(case), case.steps)) for case in chosen]
+    """On two ranks after 20 steps of the plainest case at stage 3, and after 4 of all; on others after 4 of some."""
+    chosen = CASES if num_ranks == 2 and stage == 3 else CASES[(stage + num_ranks) % 2 :: 2]
+    chosen = chosen[: 2 if num_ranks in (1, 4) else None]
+    chosen = [replace(case, steps=20 if (stage, num_ranks, k) == (3, 2, 0) else 4) for k, case in enumerate(chosen)]
+    if num_ranks > 2:
+        chosen = [replace(case, accumulation=min(case.accumulation, 2)) for case in chosen]
     for case, found in zip(chosen, ranks.run(num_ranks, all_sharded, chosen, stage)[0], strict=True):
         difference, name = distance(found, plainly(case)[0])
         assert difference < 1e-10, f"{case}: {name} differs by {difference}"
 
 
-@pytest.mark.parametrize("optimizer", ["SGD", "AdamW"])
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize(("optimizer", "stage"), [("SGD", 0), ("AdamW", 2), ("AdamW", 3)])
 def test_fp32_parameters_agree_to_1e_5_after_20_steps(ranks: Ranks, stage: int, optimizer: str) -> None:
     options = {"lr": 1e-2, "momentum": 0.9} if optimizer == "SGD" else {"lr": 1e-3}
     case = Case(dtype=torch.float32, optimizer=optimizer, options=options, clip=1.0, steps=20)
@@ -87,46 +89,22 @@ def test_stages_1_2_and_3_give_the_same_bits(ranks: Ranks) -> None:
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_plain_loss_backward_agrees_with_engine_backward(ranks: Ranks, stage: int) -> None:
-    case = Case(dtype=torch.float32, steps=4, accumulation=2)
+    case = Case(dtype=torch.float32, steps=3, accumulation=2)
     ours, plain = ranks.run(2, all_sharded, [case, replace(case, plain_backward=True)], stage)[0]
     for name in ours:
         assert (ours[name] == plain[name]).all(), name
 
 
 @pytest.mark.parametrize(
-    ("optimizer", "options"),
-    [
-        ("Adam", {"lr": 1e-2, "weight_decay": 0.01}),
-        ("AdamW", {"lr": 1e-2, "fused": True}),
-        ("SGD", {"lr": 1e-2, "momentum": 0.9, "nesterov": True}),
-        ("Adagrad", {"lr": 1e-2}),
-        ("RMSprop", {"lr": 1e-3}),
-        ("NAdam", {"lr": 1e-3}),
-        ("Adamax", {"lr": 1e-3}),
-        ("Adadelta", {"lr": 1e-1}),
-        ("Rprop", {"lr": 1e-3}),
-        ("ASGD", {"lr": 1e-3}),
-        ("RAdam", {"lr": 1e-3}),
-    ],
+    ("stage", "recompute"), [(1, "reentrant"), (2, "non-reentrant"), (3, "reentrant"), (3, "non-reentrant")]
 )
-def test_elementwise_optimizers_agree_with_their_unsharded_selves(ranks: Ranks, optimizer: str, options: dict) -> None:
-    case = Case(optimizer=optimizer, options=options)
-    expected, _ = plainly(case)
-    noise = {name for name in expected if name.endswith("qkv.bias")}  # see below
-    for stage in (2, 3):
-        difference, name = distance(ranks.run(2, all_sharded, [case], stage)[0][0], expected, noise)
-        assert difference < 1e-10, f"stage {stage}: {name} differs by {difference}"
-
-
-@pytest.mark.parametrize("stage", [1, 2, 3])
-@pytest.mark.parametrize("recompute", ["reentrant", "non-reentrant"])
 def test_activation_checkpointing_keeps_parity(ranks: Ranks, stage: int, recompute: str) -> None:
     case = Case(model={"recompute": recompute})
     difference, name = distance(ranks.run(2, all_sharded, [case], stage)[0][0], plainly(case)[0])
     assert difference < 1e-10, f"{name} differs by {difference}"
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("stage", [0, 2, 3])
 def test_tied_weights_keep_parity(ranks: Ranks, stage: int) -> None:
     case = Case(model={"tied": True}, born_sharded=True)
     difference, name = distance(ranks.run(2, all_sharded, [case], stage)[0][0], plainly(case)[0])

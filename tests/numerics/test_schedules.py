@@ -89,7 +89,7 @@ def test_schedules_give_the_rates_that_they_give_a_plain_optimizer(ranks: Ranks)
     expected = {name: plain_rates(make) for name, make in SCHEDULES.items()}
     for name, params in BLOCKS.items():
         expected[name] = plain_rates(partial(by_name, SchedulerConfig(type=name, params=params)))
-    for answer in ranks.run(2, rates_by_engine, 1):
+    for answer in ranks.run(1, rates_by_engine, 1):
         assert len(answer) == 3 * len(SCHEDULES) + len(BLOCKS)
         for what, found in answer.items():
             name = next(name for name in expected if what.startswith(name))

@@ -146,8 +146,7 @@ def counting() -> Iterator[list[tuple[int, ...]]]:
         muon_module.newton_schulz = before
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize(("num_ranks", "dtype"), [(2, torch.float64), (4, torch.float32)])
 def test_muon_is_exact_and_shares_the_work(ranks: Ranks, num_ranks: int, dtype: torch.dtype) -> None:
     model = Holder(dtype)
     optimizer = Muon(model.parameters(), **MUON)

@@ -38,6 +38,7 @@ KINDS: dict[str, tuple[type[Optimizer], dict[str, Any]]] = {
     "Adam": (torch.optim.Adam, ADAM),
     "Adam, amsgrad": (torch.optim.Adam, {**ADAM, "amsgrad": True}),
     "AdamW": (torch.optim.AdamW, ADAM),
+    "AdamW, fused": (torch.optim.AdamW, {**ADAM, "fused": True}),
     "Adamax": (torch.optim.Adamax, ADAM),
     "ASGD": (torch.optim.ASGD, {"lr": 1e-2, "t0": 2.0, "weight_decay": 0.1}),
     "NAdam": (torch.optim.NAdam, ADAM),
@@ -89,10 +90,10 @@ WAYS: list[Callable[[str, nn.Module], dict[str, Any]]] = [by_object, by_class, b
 
 
 def step_all(turn: int) -> dict[str, dict[str, Tensor]]:
-    """All optimizers at all stages; the ways of handing over take turns."""
+    """All optimizers at stage 3 and one other, on three ranks every other one; the ways of handing over take turns."""
     found = {}
     for number, kind in enumerate(KINDS):
-        for stage in STAGES if dist.get_world_size() == 2 else (1 + number % 3,):
+        for stage in (number % 3, 3) if dist.get_world_size() == 2 else (1 + number % 3,) * (number % 2):
             way = WAYS[(number + stage + turn) % len(WAYS)]
             model = build()
             arguments = way(kind, model)
@@ -112,7 +113,9 @@ def plain(kind: str) -> dict[str, Tensor]:
 @pytest.mark.slow
 @pytest.mark.parametrize("num_ranks", [2, 3])
 def test_optimizers_step_shards_as_they_step_parameters(ranks: Ranks, num_ranks: int) -> None:
-    for what, found in ranks.run(num_ranks, step_all, num_ranks)[0].items():
+    answers = ranks.run(num_ranks, step_all, num_ranks)[0]
+    assert num_ranks == 3 or len(answers) == 2 * len(KINDS)
+    for what, found in answers.items():
         check(found, plain(what.rsplit(" at stage", 1)[0]), 1e-9, what)
 
 
@@ -140,16 +143,16 @@ def later_group(kind: str, stage: int, frozen: bool) -> dict[str, Tensor]:
     (optimizer if frozen else engine.optimizer).add_param_group({"params": late, **options, "lr": 0.03})
     for parameter in late:
         parameter.requires_grad_(True)
-    train(engine, range(2, 5))
+    train(engine, range(2, 4))
     return whole_parameters(model)
 
 
 def later_groups(kinds: list[str]) -> dict[str, dict[str, Tensor]]:
     return {
         f"{kind} at stage {stage}{', frozen' if frozen else ''}": later_group(kind, stage, frozen)
-        for kind in kinds
+        for number, kind in enumerate(kinds)
         for stage in STAGES
-        for frozen in (False, True)
+        for frozen in ((number + stage) % 2 == 1,)
     }
 
 
@@ -169,7 +172,7 @@ def test_a_parameter_group_can_come_later(ranks: Ranks) -> None:
         optimizer.add_param_group({"params": late, **options, "lr": 0.03})
         for parameter in late:
             parameter.grad = None
-        expected = train_plainly(model, optimizer, range(2, 5))
+        expected = train_plainly(model, optimizer, range(2, 4))
         for what, found in answers.items():
             if what.startswith(f"{kind} at stage"):
                 check(found, expected, 1e-9, what)
@@ -191,28 +194,29 @@ def thaw_in_between(kind: str, stage: int) -> dict[str, Tensor]:
     model = build()
     model.blocks[0].up.bias.requires_grad_(False)
     engine, *_ = shardwell.initialize(model=model, optimizer=make(kind, model), config=zero(stage))
-    train(engine, range(3))
+    train(engine, range(2))
     model.blocks[0].up.bias.requires_grad_(True)
-    train(engine, range(3, 6))
+    train(engine, range(2, 4))
     return whole_parameters(model)
 
 
-def thaw_all(kinds: list[str]) -> dict[str, list[dict[str, Tensor]]]:
-    return {kind: [thaw_in_between(kind, stage) for stage in (1, 3)] for kind in kinds}
+REBUILT = {
+    "Adam, amsgrad": (1, 3), "Rprop": (1,), "Adagrad, started": (3,), "Lamb": (1, 3), "NAdam": (3,), "RAdam": (1,),
+    "ASGD": (3,),
+}  # fmt: skip  # with the stages
 
 
-@pytest.mark.parametrize(
-    "kinds",
-    [["Adam, amsgrad", "Rprop", "Adagrad, started", "Lamb"], ["NAdam", "RAdam"], ["ASGD"]],
-    ids=lambda kinds: kinds[0],
-)
-def test_state_of_any_optimizer_survives_a_rebuilt_unit(ranks: Ranks, kinds: list[str]) -> None:
-    for kind, answers in ranks.run(2, thaw_all, kinds)[0].items():
+def thaw_all() -> dict[str, list[dict[str, Tensor]]]:
+    return {kind: [thaw_in_between(kind, stage) for stage in stages] for kind, stages in REBUILT.items()}
+
+
+def test_state_of_any_optimizer_survives_a_rebuilt_unit(ranks: Ranks) -> None:
+    for kind, answers in ranks.run(2, thaw_all)[0].items():
         model = build()
         model.blocks[0].up.bias.requires_grad_(False)
         optimizer = make(kind, model)
-        train_plainly(model, optimizer, range(3))
+        train_plainly(model, optimizer, range(2))
         model.blocks[0].up.bias.requires_grad_(True)
-        expected = train_plainly(model, optimizer, range(3, 6))
-        for stage, found in zip((1, 3), answers, strict=True):
+        expected = train_plainly(model, optimizer, range(2, 4))
+        for stage, found in zip(REBUILT[kind], answers, strict=True):
             check(found, expected, 1e-9, f"{kind} at stage {stage}")

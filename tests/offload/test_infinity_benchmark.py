@@ -13,7 +13,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from benchmarks.disk import REQUEST, rewritten_by_threads, rewritten_rate
+from benchmarks.disk import rewritten_by_threads, rewritten_rate
 from benchmarks.infinity import against_peer, command_line, main, parse_arguments
 from benchmarks.infinity_floor import Place, block_by_block, demands, floor_of, steady_seconds
 from benchmarks.infinity_plot import merged
@@ -141,8 +141,14 @@ def test_the_floor_of_a_run_without_a_drive_needs_no_rate_of_one() -> None:
     assert floor_of(figures, RATES, "tiny")["floor"] == 4.0
 
 
+REQUEST = 1 << 18  # bytes, where the benchmark has more
+
+
 @pytest.mark.parametrize("sizes", [[100, 3 * 4096], [40 * REQUEST + 10], [REQUEST]])
-def test_what_the_drive_is_measured_with_stays_as_it_was(tmp_path: Path, sizes: list[int]) -> None:
+def test_what_the_drive_is_measured_with_stays_as_it_was(
+    tmp_path: Path, sizes: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("benchmarks.disk.REQUEST", REQUEST)
     with DiskTier([tmp_path], AioSettings(engine="python")) as tier:
         extents = [tier.allocate(size) for size in sizes]
         before = [torch.randint(256, (size,), dtype=torch.uint8) for size in sizes]
@@ -150,8 +156,8 @@ def test_what_the_drive_is_measured_with_stays_as_it_was(tmp_path: Path, sizes: 
             memory = aligned(extent.num_bytes)
             memory.copy_(values)
             tier.write(extent, 0, memory).wait()
-        assert rewritten_rate(tier, extents, 0.2) > 0
-        assert rewritten_by_threads(tier, extents, 0.2) > 0
+        assert rewritten_rate(tier, extents, 0.05) > 0
+        assert rewritten_by_threads(tier, extents, 0.05) > 0
         for extent, values in zip(extents, before, strict=True):
             memory = aligned(extent.num_bytes)
             tier.read(extent, 0, memory).wait()

@@ -17,6 +17,7 @@ from shardwell.errors import ConfigError, NonFiniteError, ShardwellError
 from shardwell.memory import StateKind
 from shardwell.offload import host_updates
 from shardwell.utils import safe_get_full_fp32_param, safe_get_full_grad, safe_get_full_optimizer_state
+from tests.support.before_step_loops import Net, rows
 from tests.support.checkpoint_legs import Leg, everything, run_leg
 from tests.support.internals import groups_of
 from tests.support.models import Gpt, batches, share, whole_parameters, zero
@@ -32,17 +33,17 @@ def steps_apart(name: str, precision: str, stage: int, clip: float) -> dict[str,
     engines = []
     for tier in ({}, HOST):
         torch.manual_seed(0)
-        model = Gpt(blocks=1)  # all values of each parameter are gathered, one after the other
+        model = Net()  # all values of each parameter are gathered, one after the other
         config = zero(stage, gradient_clipping=clip, zero_optimization=tier, **PRECISIONS[precision])
         optimizer = OPTIMIZERS[name](model.parameters())
         engines.append(shardwell.initialize(model=model, optimizer=optimizer, config=config).engine)
     device, host = engines
     worst = {}
-    for number, batch in enumerate(batches(3, 8)):
-        rows = share(batch, dist.get_rank(), dist.get_world_size())
+    for number in range(3):
+        mine = share(rows(number), dist.get_rank(), dist.get_world_size())
         before = {key: safe_get_full_fp32_param(p) for key, p in device.module.named_parameters()}
         for engine in engines:
-            engine.backward(engine(rows))
+            engine.backward(engine(mine.to(engine.module.blocks[0].weight.dtype)).float().square().mean())
             engine.step()
         apart = 0.0
         for (key, here), (_, there) in zip(
@@ -75,36 +76,38 @@ def test_a_step_on_the_host_is_within_ulps_of_a_step_on_the_device(ranks: Ranks,
 # Every pair of a precision, a stage and clipping is met.
 @pytest.mark.parametrize(
     ("precision", "stage", "clip"),
-    [("bf16", 1, 0.0), ("bf16", 2, 0.01), ("bf16", 3, 0.0), ("fp16", 1, 0.01), ("fp16", 2, 0.0), ("fp16", 3, 0.01)],
+    [("bf16", 1, 0.0), ("bf16", 2, 0.01), ("fp16", 2, 0.0), ("fp16", 1, 0.01), ("bf16", 3, 0.01), ("fp16", 3, 0.0)],
 )
 def test_half_precision_clipped_or_not_is_within_ulps(ranks: Ranks, precision: str, stage: int, clip: float) -> None:
     for apart in ranks.run(2, steps_apart, "AdamW", precision, stage, clip):
         assert max(apart.values()) <= 2.0, apart  # 0, but for a tensor's last elements: torch rounds those otherwise
 
 
-@pytest.mark.parametrize(("num_ranks", "accumulation"), [(1, 1), (1, 3), (3, 2)])
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize(
+    ("stage", "num_ranks", "accumulation"), [*((stage, 3, 2) for stage in range(4)), (0, 1, 3), (2, 1, 1), (3, 1, 3)]
+)
 def test_training_in_fp32_follows_plain_pytorch(ranks: Ranks, stage: int, num_ranks: int, accumulation: int) -> None:
     options = {"lr": 1e-2, "momentum": 0.9}
-    case = host_case("auto", "fp32", optimizer="SGD", options=options, steps=12, accumulation=accumulation)
+    case = host_case("auto", "fp32", optimizer="SGD", options=options, steps=6, accumulation=accumulation)
     difference, name = distance(ranks.run(num_ranks, all_sharded, [case], stage)[0][0], plainly(case)[0])
     assert difference < 1e-5, f"{name} differs by {difference}"
 
 
 @pytest.mark.parametrize(
     ("stage", "clip"),
-    [(stage, clip) for stage in range(4) for clip in (0.0, 1e-4 if stage % 2 else 0.01, 1.2)],  # never to sometimes
+    [*((stage, 0.0) for stage in range(4)), (0, 0.01), (1, 1.2), (2, 0.01), (2, 1.2), (3, 1e-4), (3, 1.2)],
 )
 def test_commit_policies_give_the_same_bits(ranks: Ranks, stage: int, clip: float) -> None:
+    """Clipped in no step, in all (0.01, 1e-4), and in some (1.2)."""
     policies = ["after_norm", "shadow"] + (["at_once"] if clip == 0.0 else [])
     cases = [host_case(policy, clip=clip, accumulation=2, groups=True) for policy in policies]
-    first, *others = ranks.run(2, all_sharded, cases, stage)[0]
+    first, *others = ranks.run(2 if clip in (0.0, 1.2) else 1, all_sharded, cases, stage)[0]
     for other in others:
         for name in first:
             assert (first[name] == other[name]).all(), name
 
 
-@pytest.mark.parametrize("clip", [0.0, 0.01, 1.2], ids=["never", "always", "sometimes"])
+@pytest.mark.parametrize("clip", [0.0, 1.2], ids=["never", "sometimes"])
 def test_units_with_small_parameters_that_stay_whole_are_updated_once(ranks: Ranks, clip: float) -> None:
     cases = []
     for policy in ("after_norm", "shadow" if clip else "at_once"):
@@ -127,8 +130,7 @@ def placed(case: Case, parameters: str, optimizer: str, chunk: int | None = None
         host_updates._CHUNK = 1 << 23
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2])
-@pytest.mark.parametrize("precision", list(PRECISIONS))
+@pytest.mark.parametrize(("num_ranks", "precision"), [(1, "fp32"), (2, "bf16"), (1, "fp16")])
 def test_where_parameters_and_state_rest_makes_no_difference(ranks: Ranks, num_ranks: int, precision: str) -> None:
     options = {"lr": 0.1, "momentum": 0.9}
     case = host_case("auto", precision, steps=3, clip=0.5, accumulation=2, optimizer="SGD", options=options)
@@ -204,8 +206,9 @@ def after_nan(commit: str, nonfinite: str) -> tuple[bool, str]:
     return same and finite and engine.skipped_steps == 1, message
 
 
-@pytest.mark.parametrize("commit", ["after_norm", "shadow", "at_once"])
-@pytest.mark.parametrize("nonfinite", ["skip", "error"])
+@pytest.mark.parametrize(
+    ("commit", "nonfinite"), [("after_norm", "error"), ("shadow", "skip"), ("at_once", "skip"), ("at_once", "error")]
+)
 def test_gradients_that_are_not_finite_change_nothing(ranks: Ranks, commit: str, nonfinite: str) -> None:
     for same, message in ranks.run(2, after_nan, commit, nonfinite):
         assert same

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 from collections import OrderedDict
+from functools import cache
 from typing import Any
 
 import pytest
@@ -39,9 +40,10 @@ def train(engine: shardwell.Engine, seed: int) -> None:
         engine.step()
 
 
+@cache
 def expected() -> dict[str, Tensor]:
     torch.manual_seed(0)
-    model = Gpt(tied=True).double()
+    model = Gpt(blocks=2, tied=True).double()
     for seed in range(2):
         optimizer = torch.optim.AdamW(model.parameters(), **OPTIONS)
         for batch in batches(2, 4, seed=seed):
@@ -74,7 +76,7 @@ class Failing(Gpt):
 
 def another(stages: tuple[int, int], how: str) -> dict[str, Tensor]:
     torch.manual_seed(0)
-    model = Gpt(tied=True).double()
+    model = Gpt(blocks=2, tied=True).double()
     if how == "evaluation":
         first = shardwell.initialize(model=model, config=zero(stages[0])).engine
         with torch.no_grad():
@@ -136,7 +138,7 @@ def test_parameters_stay_sharded_between_two_engines_with_all_their_bits(ranks: 
 def kept(stage: int) -> dict[str, Tensor]:
     """What becomes of a model whose engine gave nothing back."""
     torch.manual_seed(0)
-    model = Gpt(tied=True).double()
+    model = Gpt(blocks=2, tied=True).double()
     first = start(model, stage)
     train(first, 0)
     first.destroy(whole=False)
@@ -154,7 +156,7 @@ def test_a_model_that_was_not_made_whole_goes_on_in_another_engine(ranks: Ranks,
 
 def wiped_and_used(stage: int) -> tuple[dict[str, Tensor], list[str]]:
     torch.manual_seed(0)
-    model = Gpt(tied=True).double()
+    model = Gpt(blocks=2, tied=True).double()
     engine, words = start(model, stage), []
     listener = logging.Handler()
     listener.emit = lambda record: words.append(record.getMessage())  # type: ignore[method-assign]
@@ -171,7 +173,7 @@ def wiped_and_used(stage: int) -> tuple[dict[str, Tensor], list[str]]:
 @pytest.mark.parametrize("stage", [2, 3])
 def test_an_engine_puts_hooks_back_that_other_code_removed_and_says_so(ranks: Ranks, stage: int) -> None:
     torch.manual_seed(0)
-    model = Gpt(tied=True).double()
+    model = Gpt(blocks=2, tied=True).double()
     optimizer = torch.optim.AdamW(model.parameters(), **OPTIONS)
     for batch in 2 * batches(2, 4, seed=0):
         optimizer.zero_grad()
@@ -187,7 +189,7 @@ def test_an_engine_puts_hooks_back_that_other_code_removed_and_says_so(ranks: Ra
 
 def after_failure(stage: int, failing: tuple[int, ...], way: str, config: dict[str, Any]) -> Any:
     torch.manual_seed(0)
-    model = Failing(tied=True).double()
+    model = Failing(blocks=2, tied=True).double()
     first = start(model, stage, **config)
     train(first, 0)
     model.fails = dist.get_rank() in failing
@@ -225,7 +227,7 @@ def test_a_model_goes_on_after_a_failure_that_all_ranks_raised(
 
 def alone(stage: int) -> str:
     torch.manual_seed(0)
-    model = Failing(tied=True)
+    model = Failing(blocks=2, tied=True)
     first = start(model, stage)
     train(first, 0)
     model.fails = dist.get_rank() == 0

@@ -16,7 +16,7 @@ import shardwell
 from tests.support.models import Gpt, batches, share, whole_parameters, zero
 from tests.support.ranks import Ranks
 
-STEPS, LONGEST = 10, 0.004  # seconds
+STEPS, LONGEST = 5, 0.004  # seconds
 
 
 def hold_up(model: Gpt) -> None:
@@ -40,7 +40,7 @@ def hold_up(model: Gpt) -> None:
 
 def train(stage: int, disturbed: bool) -> dict[str, Any]:
     torch.manual_seed(0)
-    model = Gpt()
+    model = Gpt(blocks=2)
     if disturbed:
         hold_up(model)
     config = zero(stage, gradient_accumulation_steps=2, gradient_clipping=0.5)

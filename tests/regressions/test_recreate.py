@@ -16,12 +16,12 @@ from tests.support.models import Gpt, batches, share, whole_parameters, zero
 from tests.support.ranks import Ranks
 from tests.support.training import distance
 
-ROUNDS = 8
+ROUNDS = 6
 
 
 def make(stage: int, **config: Any) -> shardwell.Engine:
     torch.manual_seed(0)
-    model = Gpt().double()
+    model = Gpt(blocks=2).double()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     return shardwell.initialize(model=model, optimizer=optimizer, config=zero(stage, **config)).engine
 
@@ -80,7 +80,7 @@ def hand_over(stages: tuple[int, int]) -> dict[str, Tensor]:
     state = first.state_dict()
     first.destroy()
     del first
-    model = Gpt().double()
+    model = Gpt(blocks=2).double()
     model.load_state_dict(state)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     second = shardwell.initialize(model=model, optimizer=optimizer, config=zero(stages[1])).engine
@@ -92,7 +92,7 @@ def hand_over(stages: tuple[int, int]) -> dict[str, Tensor]:
 def test_the_values_of_a_destroyed_engine_go_on_in_a_new_one(ranks: Ranks, stages: tuple[int, int]) -> None:
     """A second engine finds the first one's leftovers; here it starts from the state that the first one gave."""
     torch.manual_seed(0)
-    model = Gpt().double()
+    model = Gpt(blocks=2).double()
     for seed in (1, 2):
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         for batch in batches(2, 12, seed=seed):

@@ -108,7 +108,7 @@ def test_one_node_trains_saves_and_starts_again_without_reading_a_pickle(tmp_pat
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("nodes", "secret"), [("2", ""), ("2", "s" * 32), ("1:2", "s" * 32)])
+@pytest.mark.parametrize(("nodes", "secret"), [("2", ""), ("1:2", "s" * 32)])
 def test_several_nodes_train_without_reading_a_pickle(tmp_path: Path, nodes: str, secret: str) -> None:
     where = ("--master-addr", "127.0.0.1", "--master-port", str(free_port()))
     assert run_poisoned(tmp_path, "-n", "1", "--nnodes", nodes, *where, nodes=2, secret=secret) == []

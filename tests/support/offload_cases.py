@@ -59,10 +59,11 @@ OPTIMIZERS: dict[str, Any] = {
 }
 
 
-def check_equal(found: dict[str, Any], expected: dict[str, Any]) -> None:
-    assert found.keys() == expected.keys()
+def check_equal(found: dict[str, Any], expected: dict[str, Any], case: str = "") -> None:
+    """Check that all values are the same bits; `case` is told where they are not."""
+    assert found.keys() == expected.keys(), case
     for name, value in expected.items():
-        assert np.array_equal(_for_numpy(found[name]), _for_numpy(value)), name
+        assert np.array_equal(_for_numpy(found[name]), _for_numpy(value)), f"{case} {name}"
 
 
 def _for_numpy(value: Any) -> Any:
