@@ -40,6 +40,7 @@ from shardwell.plan.step_time import StepTime, extrapolated, simulate_time
 _FEWEST = 4  # blocks: fewer have no block that computes while two others are all-gathered ahead of it
 _FEWEST_BELOW = 9  # blocks: with state on host or disk all staging buffers are in use
 
+_MOST_TRIES = 2  # to find depths of which two predict a third
 _MOST_DEPTHS = 5  # at which time is simulated before all blocks are
 _MOST_TOKENS = 1 << 32  # of a micro-batch: sizes of its tensors are numbers of 64 bits
 _NEAR = 0.0025  # share of a step by which three depths may differ from a line, for each block between them
@@ -75,7 +76,7 @@ def estimate(
         else:
             costs, notes = _of_blocks(model, settings, machine, loss, verified)
         if stages == 1 and machine.speeds is not None:
-            time = _time_of_blocks(model, settings, machine, loss, verified)
+            time = _time_of_blocks(model, settings, machine, loss, verified, len(costs.kept))
         name, inputs = model.name, model.inputs
     else:
         if inputs is None:
@@ -119,20 +120,25 @@ def _of_blocks(
             'zero_optimization.stage "auto" is chosen from the memory of all blocks, and a plan simulates few: name a '
             "stage, or let shardwell plan --auto choose"
         )
-    fewest = fewest_blocks(config)
-    for first in (fewest, 2 * fewest):  # with more blocks the peak may be at another moment
+    fewest, num_kept, tries = fewest_blocks(config), 0, 0
+    while tries < _MOST_TRIES:  # with more blocks the peak may be at another moment
+        first = num_kept + (tries + 1) * fewest
         depths = (first, first + 1, first + 2)
         if sum(depths) >= model.layers:
             break
-        runs = [_at(model, depth, config, machine, loss, FEWEST_STEPS) for depth in depths[:2]]
-        runs += (
-            [_at(model, depths[2], config, machine, loss)] if verified else []
-        )  # with a step more, which is compared
+        runs = [_at(model, first, config, machine, loss, FEWEST_STEPS)]
+        if len(runs[0][0].kept) > num_kept:  # beside units that are kept on the device there must be as many others
+            num_kept = len(runs[0][0].kept)
+            continue
+        tries += 1
+        runs.append(_at(model, depths[1], config, machine, loss, FEWEST_STEPS))
+        if verified:  # with a step more, which is compared
+            runs.append(_at(model, depths[2], config, machine, loss))
         found = [costs for costs, _ in runs]
-        if not verified:
+        if not verified and found[0].kept == found[1].kept:
             whole = _extrapolated(found[0], found[1], depths, model.layers)
             return replace(whole, largest_unit=found[1].largest_unit), runs[1][1]
-        if _are_alike(_extrapolated(found[0], found[1], depths, depths[2]), found[2]):
+        if verified and _are_alike(_extrapolated(found[0], found[1], depths, depths[2]), found[2]):
             whole = _extrapolated(found[0], found[1], depths, model.layers)
             same = f"{depths[0]}, {depths[1]} and {depths[2]} of {model.layers} identical blocks were simulated"
             return replace(whole, largest_unit=found[2].largest_unit), [*runs[2][1], same]
@@ -163,14 +169,20 @@ def _time(
 
 
 def _time_of_blocks(
-    model: BlockModel, config: Any, machine: SimulatedMachine, loss: Callable[[Any], Tensor] | None, verified: bool
+    model: BlockModel,
+    config: Any,
+    machine: SimulatedMachine,
+    loss: Callable[[Any], Tensor] | None,
+    verified: bool,
+    num_kept: int = 0,
 ) -> StepTime:
     """Simulate few blocks with virtual time; all of them if no three depths agree.
 
     Below the device blocks go through a few buffers in turns: depths that leave the same one for the last are compared.
-    With few blocks a queue may not be full yet, so that a few depths more are looked at before all.
+    With few blocks a queue may not be full yet, so that a few depths more are looked at before all. `num_kept` units
+    more are on the device, with few blocks as with all.
     """
-    fewest, apart = (_FEWEST_BELOW, _num_buffers(config)) if _is_below(config) else (_FEWEST, 1)
+    fewest, apart = (_FEWEST_BELOW + num_kept, _num_buffers(config)) if _is_below(config) else (_FEWEST, 1)
     found: list[StepTime] = []
     for number in range(_MOST_DEPTHS if verified else 2):
         depth = fewest + number * apart
