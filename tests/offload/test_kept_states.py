@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +16,19 @@ from shardwell.memory import Tier
 from shardwell.memory.machine import SimulatedMachine, ThisMachine, simulated
 from shardwell.offload.kept_states import MOST, ROOM, keeps_states
 from shardwell.plan import estimate
+from shardwell.plan.changes import FittingChange, PlanChoice
 from shardwell.plan.decoder import DecoderSizes
+from shardwell.plan.devices import gpu, speeds_of
 from shardwell.plan.estimate import _run
-from shardwell.plan.models import decoder
+from shardwell.plan.models import PlanModel, decoder
+from shardwell.plan.report import RESERVE
+from shardwell.plan.search import Search
 from tests.support.checkpoint_legs import everything
 from tests.support.placements import BELOW, Stack, configured, trained
 from tests.support.ranks import Ranks
 
 DEVICE, HOST = Tier.DEVICE, Tier.HOST
+OPEN = {"offload_optimizer": {"device": "cpu"}}
 LAYER = 64 * 64  # parameters; the stack has eight, and no others
 KEPT, SENT = (DEVICE, DEVICE), (DEVICE, HOST)
 CLIPPED = {"gradient_clipping": 0.05}
@@ -61,9 +66,9 @@ def beside(free: float, block: dict[str, Any], own: dict[str, Any], stage: int, 
 def test_half_of_the_units_stay_where_there_is_room_with_the_same_bits(
     ranks: Ranks, stage: int, others: dict[str, Any]
 ) -> None:
-    sent = ranks.run(2, beside, 1e9, {"offload_optimizer": {"device": "cpu", "ratio": 1.0}}, {}, stage, **others)
+    sent = ranks.run(2, beside, 1e9, BELOW, {}, stage, **others)
     assert sent[0]["rows"] == [SENT] * 8
-    for found, other in zip(ranks.run(2, beside, 1e9, BELOW, {}, stage, **others), sent, strict=True):
+    for found, other in zip(ranks.run(2, beside, 1e9, OPEN, {}, stage, **others), sent, strict=True):
         assert found["rows"] == [KEPT] * 4 + [SENT] * 4
         assert found["held"] == pytest.approx(found["planned"], abs=100)
         for name, value in other["values"].items():
@@ -78,12 +83,12 @@ def test_no_more_is_kept_than_a_share_of_what_the_states_leave_free(ranks: Ranks
         (rest + (num_kept + 1) * each / ROOM - 1, num_kept),
         (rest + num_kept * each / ROOM, num_kept),
     ):
-        for found in ranks.run(2, beside, free, BELOW, {}, 2):
+        for found in ranks.run(2, beside, free, OPEN, {}, 2):
             assert found["rows"] == [KEPT] * expected + [SENT] * (8 - expected)
 
 
 def with_less(free: list[float]) -> Any:
-    return beside(free[torch.distributed.get_rank()], BELOW, {}, 2)["rows"]
+    return beside(free[torch.distributed.get_rank()], OPEN, {}, 2)["rows"]
 
 
 def test_the_rank_with_the_least_memory_decides(ranks: Ranks) -> None:
@@ -92,7 +97,7 @@ def test_the_rank_with_the_least_memory_decides(ranks: Ranks) -> None:
 
 def told() -> tuple[str, list[str], tuple[str, ...]]:
     """What an engine says of kept state, and an error for want of memory."""
-    config = configured(BELOW, {}, 2, train_micro_batch_size_per_gpu=4)
+    config = configured(OPEN, {}, 2, train_micro_batch_size_per_gpu=4)
     with simulated(OwnMemory(1e9)):
         engine = shardwell.initialize(model=Stack(), config=config).engine
 
@@ -135,7 +140,7 @@ def leg(path: str, block: dict[str, Any], *, saves: bool) -> dict[str, Any]:
 
 @pytest.mark.parametrize("saved_kept", [False, True])
 def test_checkpoints_load_whether_state_is_kept_or_not(ranks: Ranks, tmp_path: Path, saved_kept: bool) -> None:
-    blocks = [{"offload_optimizer": {"device": "cpu", "ratio": 1.0}}, BELOW]
+    blocks = [BELOW, OPEN]
     saved = ranks.run(2, leg, str(tmp_path), blocks[saved_kept], saves=True)[0]
     loaded = ranks.run(1, leg, str(tmp_path), blocks[not saved_kept], saves=False)[0]
     assert loaded.keys() == saved.keys()
@@ -190,4 +195,21 @@ def test_few_blocks_of_a_plan_keep_what_all_of_them_keep() -> None:
 
 
 def test_a_device_without_memory_of_its_own_keeps_nothing(ranks: Ranks) -> None:
-    assert ranks.run(1, trained, BELOW, {}, 2)[0]["rows"] == [SENT] * 8
+    assert ranks.run(1, trained, OPEN, {}, 2)[0]["rows"] == [SENT] * 8
+
+
+def test_where_what_is_kept_takes_too_much_plans_send_all_of_it_to_the_host() -> None:
+    sizes = DecoderSizes(12, 64, 2, 64, mlp=128, gated=True)
+    model = PlanModel("small", lambda batch, length, again: decoder("small", sizes, batch, length, recomputes=again))
+    enough = model.report(host_config(ratio=1.0), SimulatedMachine(1e9), 512, True)
+    tight = SimulatedMachine(1.005 * enough.peak(Tier.DEVICE) / (1 - RESERVE), speeds=speeds_of(gpu("h100")))
+    given = model.report(host_config(), replace(tight, speeds=None), 512, True)
+    assert given.costs.kept
+    assert not given.fits
+    change = FittingChange(model, 512).smallest(PlanChoice("", host_config(), tight, True), given)
+    assert change is not None
+    assert change[0].words == "all of it (ratio 1.0)"
+    assert change[1].peak(Tier.DEVICE) == enough.peak(Tier.DEVICE)
+    base = {key: value for key, value in host_config().items() if key != "zero_optimization"}
+    found = Search(model, base, tight, 512, recomputes=True).run()
+    assert found.config()["zero_optimization"]["offload_optimizer"] == {"device": "cpu", "ratio": 1.0}

@@ -14,6 +14,7 @@ from typing import Any
 from shardwell.errors import ShardwellError
 from shardwell.memory.machine import SimulatedMachine
 from shardwell.plan.axes import with_axes
+from shardwell.plan.estimate import without_kept
 from shardwell.plan.models import PlanModel
 from shardwell.plan.report import PlanReport
 
@@ -99,6 +100,9 @@ def changes(first: PlanChoice, nvme_path: str) -> Iterator[PlanChoice]:
         ("optimizer state on NVMe", {"offload_optimizer": {"device": "nvme", "nvme_path": nvme_path}}),
         ("parameters on NVMe", {"offload_param": {"device": "nvme", "nvme_path": nvme_path}}),
     ):
+        if "offload_param" in block and (all_below := without_kept(now.config)) != now.config:
+            now = replace(now, words=_and(now, "all of it (ratio 1.0)"), config=all_below)
+            yield now
         if _depth(block) > _depth(zero, *block):
             least = 3 if "offload_param" in block else 1
             deeper = max(least, now.config.get("zero_optimization", {}).get("stage", 0))

@@ -93,6 +93,11 @@ def estimate(
         name = type(model).__name__
     if time is not None:
         time = replace(time, tokens=time.samples * _tokens_of_sample(inputs) * ranks_along(settings, "sequence"))
+    if costs.kept:
+        notes = [
+            *notes,
+            f"optimizer state of the first {len(costs.kept)} units stays on the device, as it does by default",
+        ]
     if any(takes_experts(one) for one in (model.build(1) if isinstance(model, BlockModel) else model).modules()):
         notes = [*notes, "every expert of a layer gets as many tokens as any other"]
     share = _active_share(model, settings, costs.num_parameters) if isinstance(model, BlockModel) else 1.0
@@ -149,7 +154,7 @@ def least(model: BlockModel, config: Any, machine: SimulatedMachine) -> PlanRepo
     """Return what a few blocks of a model take, from one simulation: all of them take at least as much of each tier."""
     depth = min(_FEWEST, model.layers)
     part = _with_blocks(machine, depth, model.layers)
-    costs, notes = _run(model.build(depth), config, part, model.inputs, None, FEWEST_STEPS)
+    costs, notes = _run(model.build(depth), without_kept(config), part, model.inputs, None, FEWEST_STEPS)
     return PlanReport(model.name, dict(config), machine, costs, tuple(notes))
 
 
@@ -291,10 +296,20 @@ def _forward(inputs: Inputs, loss: Callable[[Any], Tensor] | None) -> Callable[[
     return forward
 
 
+def without_kept(config: Any) -> Any:
+    """Return a configuration by which no state stays on the device that is offloaded to the host by default."""
+    zero, own = config.get("zero_optimization", {}), config.get("shardwell", {})
+    block, parameters = zero.get("offload_optimizer") or {}, zero.get("offload_param") or {}
+    is_kept = block.get("device") == "cpu" and parameters.get("device", "none") == "none"
+    if not is_kept or "ratio" in block or "placement" in own:
+        return config
+    return {**config, "zero_optimization": {**zero, "offload_optimizer": {**block, "ratio": 1.0}}}
+
+
 def _with_more_room(config: Any, machine: SimulatedMachine) -> tuple[Any, SimulatedMachine]:
     plain = SimulatedMachine()
     large = replace(machine, device_bytes=plain.device_bytes, host_bytes=plain.host_bytes, disk_bytes=plain.disk_bytes)
-    return {**config, "shardwell": {**config.get("shardwell", {}), "commit": "after_norm"}}, large
+    return without_kept({**config, "shardwell": {**config.get("shardwell", {}), "commit": "after_norm"}}), large
 
 
 def record(model: nn.Module, config: Any, machine: SimulatedMachine, inputs: Inputs) -> tuple[StepCosts, Recording]:
