@@ -181,9 +181,11 @@ def _plan_as_asked(
         parameters = [parameter for one in specs for _, parameter in one.parameters]
         more = needed[Tier.DEVICE] + states.largest_unsharded() - held_bytes(parameters, device)[Tier.HOST]
         available = max(0.0, min(settings.shardwell.memory.host, 1.0) * available - max(0, more))
+    if not device.is_meta:  # machines differ, and ranks publish units by what each of them does with an update
+        available = context.roles.stage.all_reduce_min(available, "ROOM")
     free = {Tier.HOST: available}
     if settings.shardwell.gradients == "auto":
-        places |= _with_gradients_above(states, places, free[Tier.HOST] - needed[Tier.HOST] - buffers, context)
+        places |= _with_gradients_above(states, places, free[Tier.HOST] - needed[Tier.HOST] - buffers)
         needed = total(states.needs(name, place) for name, place in places.items())
     shadowed = set(below) if policy is CommitPolicy.SPECULATIVE else set()
     if _may_speculate(settings, device) and not needed[Tier.DISK]:
@@ -197,18 +199,14 @@ def _plan_as_asked(
 
 
 def _with_gradients_above(
-    states: ModelStates, places: dict[str, TierPlacement], free: float, context: EngineContext
+    states: ModelStates, places: dict[str, TierPlacement], free: float
 ) -> dict[str, TierPlacement]:
-    """Return placements of units whose gradients need not wait on disk.
-
-    They fit into half of the host memory that is free on every rank that runs the same modules.
-    """
+    """Return placements of units whose gradients need not wait on disk: they fit into half of the free bytes."""
     on_disk = {name: place for name, place in places.items() if place.gradient_tier is Tier.DISK}
     waiting = {name: states.waiting(name, place) for name, place in on_disk.items()}
     if not any(waiting.values()):
         return {}
-    least = free if context.device.is_meta else context.roles.stage.all_reduce_min(free, "ROOM")
-    return {name: places[name]._replace(gradients=Tier.HOST) for name in _that_fit(waiting, _SHARE * least)}
+    return {name: places[name]._replace(gradients=Tier.HOST) for name in _that_fit(waiting, _SHARE * free)}
 
 
 def _may_speculate(settings: Config, device: Device) -> bool:
