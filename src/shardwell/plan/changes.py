@@ -51,8 +51,12 @@ class FittingChange:
         """
         first, per_node = first.without_time(), first.machine.local_world_size(first.machine.ranks.size)
         has_room_for_units = report is None or report.costs.largest_unit[1] <= report.device_room
+        before, may_fit = None, False
         for choice in changes(first, self.nvme_path) if has_room_for_units else ():
-            if self._may_fit(choice) and (found := self._report(choice)) is not None:
+            bare = without_kept(choice.config), choice.recomputes
+            if bare != before:  # a few blocks are looked at with nothing kept above
+                before, may_fit = bare, self._may_fit(choice)
+            if may_fit and (found := self._report(choice)) is not None:
                 return choice, found
         families = [_more_tensor_ranks(first, per_node)] if self.model.has_choices else []
         families += [_more_ranks(first, per_node)] if has_room_for_units else []
