@@ -115,7 +115,7 @@ def measure_floor(workload: Workload) -> dict[str, Any]:
 
 def floor_of(variant: Variant, found: dict[str, Any]) -> float | None:
     """Seconds of a variant's step at least; None where a part rests on the device, for no formula knows how much."""
-    if variant.engine != "shardwell" or (variant.offload is not None and variant.offload.get("ratio", 1) != 1):
+    if variant.engine != "shardwell" or (variant.offload is not None and variant.offload.get("ratio") != 1):
         return None
     micro_steps = variant.accumulation
     update = found["update"]["8bit" if variant.own.get("moments") == "8bit" else "fp32"]

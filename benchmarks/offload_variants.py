@@ -23,6 +23,7 @@ NEVER = 1e3  # no gradient of these models is that long
 ALWAYS = 1e-2  # all are longer
 WEIGHT_DECAY = 0.01  # what torch's AdamW has by itself
 CPU: dict[str, Any] = {"device": "cpu", "pin_memory": True}
+ALL = {**CPU, "ratio": 1.0}  # without a ratio, shardwell keeps the state of the first units on a GPU that has room
 TILE = 100_000_000  # elements that DeepSpeed updates at once
 AIO = {"block_size": 1 << 20, "queue_depth": 8, "overlap_events": True}  # what shardwell has by itself
 
@@ -57,6 +58,7 @@ class Variant:
 
 def _ours(commit: str = "auto", stage: int = 2, **kwargs: Any) -> Variant:
     own = {"commit": commit, **kwargs.pop("own", {})}
+    kwargs.setdefault("offload", dict(ALL))
     if stage == 3 and not kwargs.get("born_sharded"):
         own["shard_at_world_one"] = True  # one rank alone would rest whole
     return Variant("shardwell", stage, own=own, **kwargs)
@@ -83,6 +85,9 @@ VARIANTS: dict[str, Variant] = {  # the first ones are what a run that ends earl
     "shardwell2:at-once:accumulate4": _ours("at_once", accumulation=4),
     "shardwell2:auto": _ours("auto", by_default=False),
     "shardwell2:auto:never-clips": _ours("auto", clip=NEVER, by_default=False),
+    "shardwell2:default": _ours(offload=CPU, by_default=False),
+    "shardwell2:default:clip": _ours(offload=CPU, clip=SOME, by_default=False),
+    "shardwell2:default:never-clips": _ours(offload=CPU, clip=NEVER, by_default=False),
     "shardwell2:after-norm:ratio-auto:clip": _ours("after_norm", clip=SOME, offload=IN_PART, by_default=False),
     "shardwell2:at-once:8bit": _ours("at_once", own=EIGHT_BIT, by_default=False),
     "deepspeed2:accumulate4": Variant("deepspeed", accumulation=4, by_default=False),
@@ -109,7 +114,9 @@ class Size:
 SIZES = {
     "tiny": Size(TINY, 2),
     "1b": Size(LARGE, 8),
+    "1b-4": Size(LARGE, 4, ESSENTIAL),
     "3b": Size(XLARGE, 8, ESSENTIAL, limit=240),
+    "3b-4": Size(XLARGE, 4, ESSENTIAL, limit=240),
     "13b": Size(HUGE, 4, ("shardwell3:born-sharded:8bit",), warm_up=1, steps=4, limit=420, most_gib=32),
 }
 

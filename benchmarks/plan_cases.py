@@ -16,7 +16,7 @@ from benchmarks.model import BASE, LARGE, SEVEN, XLARGE, Decoder, DecoderConfig
 from benchmarks.overheads_worker import add_adapters
 from shardwell.plan import BlockModel
 
-CPU = {"device": "cpu", "pin_memory": True}
+CPU = {"device": "cpu", "pin_memory": True, "ratio": 1.0}  # all of it: without a ratio the first units stay above
 SOME, NEVER = 1.0, 1e3  # norms to clip at: a usual one, and one that no gradient reaches
 SMALL_VOCABULARY = 2048
 LORA_RANK = 16

@@ -39,7 +39,7 @@ def test_few_slots_give_the_same_bits(ranks: Ranks, num_slots: int) -> None:
     cases = []
     for policy in ("after_norm", "at_once"):
         case = host_case(policy, groups=True, steps=5, model={"blocks": 8})
-        block = {"offload_optimizer": {"device": "cpu", "buffer_count": num_slots}}
+        block = {"offload_optimizer": {"device": "cpu", "ratio": 1.0, "buffer_count": num_slots}}
         cases.append(replace(case, config={**case.config, "zero_optimization": block}))
     first, other = ranks.run(1, on_the_gpu, cases, 2)[0]
     for name in first:

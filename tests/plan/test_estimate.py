@@ -58,7 +58,7 @@ def test_states_of_7_5b_follow_the_table_of_the_zero_paper(stage: int, ranks: in
         (2, {}),
         (3, {}),
         (3, {"zero_quantized_weights": True, "zero_quantized_gradients": True, "zero_hpz_partition_size": 2}),
-        (2, {"offload_optimizer": {"device": "cpu"}}),
+        (2, {"offload_optimizer": {"device": "cpu", "ratio": 1.0}}),
     ],
 )
 @pytest.mark.parametrize("recomputes", [False, True])

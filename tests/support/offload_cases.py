@@ -31,7 +31,7 @@ from tests.support.internals import host_updates_of, updates_if_any
 from tests.support.models import Gpt, zero
 from tests.support.training import Case, all_sharded
 
-HOST = {"offload_optimizer": {"device": "cpu"}}
+HOST = {"offload_optimizer": {"device": "cpu", "ratio": 1.0}}  # all of it: a GPU would keep that of the first units
 PRECISIONS: dict[str, dict[str, Any]] = {
     "fp32": {},
     "bf16": {"bf16": {"enabled": True}},
@@ -184,7 +184,7 @@ def blocks(parameters: str, optimizer: str, path: Path | str, **others: Any) -> 
     named = {"nvme_path": str(path)}
     return {
         "offload_param": {"device": parameters, **(named if parameters == "nvme" else {}), "max_in_cpu": 0, **others},
-        "offload_optimizer": {"device": optimizer, **(named if optimizer == "nvme" else {})},
+        "offload_optimizer": {"device": optimizer, "ratio": 1.0, **(named if optimizer == "nvme" else {})},
     }
 
 

@@ -47,7 +47,7 @@ class Stack(nn.Module):
 
 
 SHARE = 64 * 64 // 2  # parameters of a layer on each of 2 ranks
-BELOW = {"offload_optimizer": {"device": "cpu"}}
+BELOW = {"offload_optimizer": {"device": "cpu", "ratio": 1.0}}  # all of it: a GPU would keep that of the first units
 
 
 def auto(device: int, host: int, **others: Any) -> dict[str, Any]:

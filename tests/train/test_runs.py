@@ -15,7 +15,7 @@ from torch import Tensor
 import shardwell
 from shardwell.errors import ConfigError
 from shardwell.sharding.ways import Way, ladder
-from shardwell.train.memory_choice import choose, device_bytes
+from shardwell.train.memory_choice import Choice, choose, device_bytes
 from shardwell.train.models import byte_tokenizer, empty_model, model_config
 from shardwell.train.rank import train
 from shardwell.train.recipe import as_yaml, check_same_run, keep_recipe, read_recipe
@@ -190,15 +190,18 @@ def test_the_bytes_that_memory_counts_hold_the_engines_peak(ranks: Ranks, tmp_pa
 
 
 def test_memory_chooses_the_first_way_that_fits(tmp_path: Path, chats: str) -> None:
-    def chosen(memory: str, **more: Any) -> Way:
+    def choice(memory: str, **more: Any) -> Choice:
         recipe = read_recipe(None, options(tmp_path, chats, memory=memory, new_model=big, **more))
         model = empty_model(recipe, model_config(recipe, byte_tokenizer()))
-        return choose(recipe, model, 8, torch.bfloat16).way
+        return choose(recipe, model, 8, torch.bfloat16)
+
+    def chosen(memory: str, **more: Any) -> Way:
+        return choice(memory, **more).way
 
     big = {**TINY, "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 24, "num_attention_heads": 16}
     found = [chosen(size) for size in ("80GB", "8GB", "4GB", "1.6GB")]
     assert [way.stage for way in found] == [1, 2, 3, 3]
-    assert found[-1].config(None)["offload_optimizer"] == {"device": "cpu"}
+    assert choice("1.6GB").zero(None)["offload_optimizer"] == {"device": "cpu", "ratio": 1.0}
     assert chosen("0.8GB", nvme_path="/mnt").config("/mnt")["offload_param"]["device"] in ("cpu", "nvme")
     with pytest.raises(ConfigError, match=r"--memory 100MB: the least that was found is .* Use a smaller micro_batch"):
         chosen("100MB")

@@ -137,7 +137,7 @@ class OffloadOptimizerConfig(ConfigBlock):
     ratio: ShareOrAuto = Field(
         default=1.0,
         description="Share of the model that is offloaded, from its end; auto = what does not fit on the GPU, which "
-        "is shardwell.placement auto.",
+        "is shardwell.placement auto. Left out, with cpu, state of the first units stays on a GPU that has room.",
     )
 
 

@@ -210,7 +210,7 @@ def _engine(
     states = _states(specs, settings, factory, context, persistent)
     settings = autotune(settle_commit(settings, factory), context, states)
     context = open_nodes(context, settings)
-    offload = plan_states(_states(specs, settings, factory, context, persistent), specs, settings, context)
+    offload = plan_states(_states(specs, settings, factory, context, persistent), specs, settings, factory, context)
     context = with_tiers(context, settings, offload)
     before = ModelBefore(model)
     units = build_units(specs, settings, factory, context, offload)

@@ -11,6 +11,8 @@ from torch import nn
 
 from shardwell.config import Config, stage_is_open
 from shardwell.memory import Device, MemoryStats, TemporaryBuffers, Tier
+from shardwell.memory.statistics import human
+from shardwell.optim import OptimizerFactory
 from shardwell.runtime.scheduler import Scheduler
 from shardwell.sharding import EngineContext, UnitSpec
 from shardwell.sharding.init_parameters import InitRegistry, InitStorage
@@ -38,13 +40,27 @@ def settle_stage(
     return choose_stage(settings, sizes, list(model.parameters()), context)
 
 
-def plan_states(states: ModelStates, specs: list[UnitSpec], settings: Config, context: EngineContext) -> OffloadPlan:
+def plan_states(
+    states: ModelStates,
+    specs: list[UnitSpec],
+    settings: Config,
+    factory: OptimizerFactory | None,
+    context: EngineContext,
+) -> OffloadPlan:
     """Return where the states of all units are stored; raise if they do not fit there."""
     if not uses_offload(settings):
         return OffloadPlan.on_device(states)
     from shardwell.offload.plan import plan_offload
 
-    return plan_offload(states, specs, settings, context)
+    may_keep = factory is not None and not factory.is_collective()
+    found = plan_offload(states, specs, settings, context, may_keep=may_keep)
+    if found.kept:
+        context.roles.agreement.failures.out_of_memory = (
+            f"shardwell keeps optimizer state of {len(found.kept)} units ({human(found.kept_bytes())}) on the device "
+            'although it is offloaded, because the next forward needs them first. With "ratio": 1.0 in '
+            "zero_optimization.offload_optimizer all of it is on the host."
+        )
+    return found
 
 
 def with_tiers(context: EngineContext, settings: Config, offload: OffloadPlan) -> EngineContext:

@@ -59,6 +59,8 @@ def _notes(engine: Engine, given: UserArguments) -> Iterator[Note]:
     yield _stored(engine.memory(), offload)
     if offload.commits or config.shardwell.placement == "auto":
         yield Note(str(offload))
+    if offload.kept:
+        yield _kept(offload)
 
 
 def _said_twice(config: Config, given: UserArguments, *, has_optimizer: bool) -> Iterator[Note]:
@@ -164,6 +166,20 @@ def _stored(memory: MemoryReport, offload: OffloadPlan) -> Note:
         found = [f"{human(sizes[what, tier])} {tier.words}" for tier in Tier if sizes[what, tier]]
         parts += [f"{what} {', '.join(found)}"] if found else []
     return Note(f"on each rank: {'; '.join(parts)}")
+
+
+def _kept(offload: OffloadPlan) -> Note:
+    """Report the optimizer state that is on the device although it is offloaded, and why."""
+    trained = offload.states.trained()
+    share = sum(trained[name] for name in offload.kept) / max(1, sum(trained.values()))
+    names = [name or "(root)" for name in offload.kept]
+    shown = f"'{names[0]}'" if len(names) == 1 else f"'{names[0]}' to '{names[-1]}'"
+    return Note(
+        f"optimizer state of the first {len(names)} units ({shown}, {share:.0%} of the trained parameters) stays on "
+        f"the device, where it takes {human(offload.kept_bytes())} with the gradients that wait for the step: backward "
+        "brings their gradients last, and the next forward needs them first. "
+        'zero_optimization.offload_optimizer "ratio": 1.0 sends all of it to the host'
+    )
 
 
 def startup_line(engine: Engine) -> str:

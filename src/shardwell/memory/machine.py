@@ -34,15 +34,20 @@ class SimulatedBlocks:
     simulated: int
     all: int
 
-    def on_all(self, parameters: Iterable[tuple[str, int]]) -> int:
-        """Return the elements in the whole model that parameters, by name, stand for: of a block, those of all."""
+    def on_all(self, sizes: Iterable[tuple[str, int]]) -> int:
+        """Return the size in the whole model of what parameters or units, by name, stand for: of a block, of all."""
         inside = outside = 0
-        for name, numel in parameters:
-            if any(part.isdigit() for part in name.split(".")):
-                inside += numel
+        for name, size in sizes:
+            if self.has(name):
+                inside += size
             else:
-                outside += numel
+                outside += size
         return inside * self.all // self.simulated + outside
+
+    @staticmethod
+    def has(name: str) -> bool:
+        """Return whether a parameter or a unit is one of a block, or of a bundle of blocks ("0-4")."""
+        return any(part.replace("-", "").isdigit() for part in name.split("."))
 
 
 class Machine(Protocol):

@@ -15,6 +15,7 @@ from shardwell.memory.statistics import TIERS_BY_NAME, human
 from shardwell.offload.budget import bytes_by_path, held_bytes, tier_budgets
 from shardwell.offload.disk import AioSettings, DiskTier
 from shardwell.offload.grad_swap import NUM_SLOTS
+from shardwell.offload.kept_states import keeps_states, units_to_keep
 from shardwell.offload.optimizer_swap import FEWEST_BUFFERS
 from shardwell.offload.placement import plan, table, tier_ladder
 from shardwell.parallel.mesh import RankGroup
@@ -32,11 +33,10 @@ def replan(before: OffloadPlan, states: ModelStates, settings: Config) -> Offloa
     if settings.shardwell.placement == "auto":
         places = {name: before.places.get(name, deepest(settings)) for name in states.units}
     else:
-        asked = _asked(states, settings)
+        asked = _kept_above(_asked(states, settings), before.kept)
         places = {name: _like(place, before.places.get(name)) for name, place in asked.items()}
-    return OffloadPlan(
-        {name: before.commits.get(name, policy) for name in _below(places)}, places, states, before.above
-    )
+    commits = {name: before.commits.get(name, policy) for name in _below(places)}
+    return OffloadPlan(commits, places, states, before.above, before.kept)
 
 
 def deepest(settings: Config) -> TierPlacement:
@@ -77,12 +77,17 @@ def _check_reach(settings: Config) -> None:
         )
 
 
-def plan_offload(states: ModelStates, specs: list[UnitSpec], settings: Config, context: EngineContext) -> OffloadPlan:
-    """Return the plan; raise before anything is allocated if it does not fit into host memory or on disk."""
+def plan_offload(
+    states: ModelStates, specs: list[UnitSpec], settings: Config, context: EngineContext, *, may_keep: bool
+) -> OffloadPlan:
+    """Return the plan; raise before anything is allocated if it does not fit into host memory or on disk.
+
+    `may_keep`: the optimizer can step some units on the device and others on the host.
+    """
     _check_reach(settings)
     if settings.shardwell.placement == "auto":
         return _plan_places(states, specs, settings, context)
-    return _plan_as_asked(states, specs, settings, context)
+    return _plan_as_asked(states, specs, settings, context, may_keep=may_keep)
 
 
 def _plan_places(states: ModelStates, specs: list[UnitSpec], settings: Config, context: EngineContext) -> OffloadPlan:
@@ -158,11 +163,17 @@ def _remedy(needed: Bytes, free: dict[Tier, float], settings: Config) -> str:
     return text[0].upper() + text[1:]
 
 
-def _plan_as_asked(states: ModelStates, specs: list[UnitSpec], settings: Config, context: EngineContext) -> OffloadPlan:
-    """Place a share of the units where the offload blocks say."""
+def _plan_as_asked(
+    states: ModelStates, specs: list[UnitSpec], settings: Config, context: EngineContext, *, may_keep: bool
+) -> OffloadPlan:
+    """Place a share of the units where the offload blocks say, and keep the first ones above if that is left open.
+
+    What is kept counts on the host, too, so that the same models are refused as with a ratio of 1.
+    """
     mesh, device = context.roles.all.rank_group, context.device
-    places = _asked(states, settings)
-    below, policy = _below(places), commit_policy(settings)
+    places, policy = _asked(states, settings), commit_policy(settings)
+    kept = units_to_keep(states, places, specs, context) if may_keep and keeps_states(settings) else ()
+    below = _below(_kept_above(places, kept))
     buffers = buffers_for(states, deepest(settings), settings, device)[Tier.HOST]
     needed = total(states.needs(name, place) for name, place in places.items())
     available = device.machine.free_host_bytes(mesh.local_world_size) / mesh.local_world_size
@@ -170,9 +181,11 @@ def _plan_as_asked(states: ModelStates, specs: list[UnitSpec], settings: Config,
         parameters = [parameter for one in specs for _, parameter in one.parameters]
         more = needed[Tier.DEVICE] + states.largest_unsharded() - held_bytes(parameters, device)[Tier.HOST]
         available = max(0.0, min(settings.shardwell.memory.host, 1.0) * available - max(0, more))
+    if not device.is_meta:  # machines differ, and ranks publish units by what each of them does with an update
+        available = context.roles.stage.all_reduce_min(available, "ROOM")
     free = {Tier.HOST: available}
     if settings.shardwell.gradients == "auto":
-        places |= _with_gradients_above(states, places, free[Tier.HOST] - needed[Tier.HOST] - buffers, context)
+        places |= _with_gradients_above(states, places, free[Tier.HOST] - needed[Tier.HOST] - buffers)
         needed = total(states.needs(name, place) for name, place in places.items())
     shadowed = set(below) if policy is CommitPolicy.SPECULATIVE else set()
     if _may_speculate(settings, device) and not needed[Tier.DISK]:
@@ -181,24 +194,19 @@ def _plan_as_asked(states: ModelStates, specs: list[UnitSpec], settings: Config,
         ShortageReport(states, places, settings, mesh), needed[Tier.HOST], buffers, bool(shadowed), free[Tier.HOST]
     )
     _check_drives(ShortageReport(states, places, settings, mesh), needed[Tier.DISK], device.machine)
-    return OffloadPlan(
-        {name: CommitPolicy.SPECULATIVE if name in shadowed else policy for name in below}, places, states
-    )
+    commits = {name: CommitPolicy.SPECULATIVE if name in shadowed else policy for name in below}
+    return OffloadPlan(commits, _kept_above(places, kept), states, kept=kept)
 
 
 def _with_gradients_above(
-    states: ModelStates, places: dict[str, TierPlacement], free: float, context: EngineContext
+    states: ModelStates, places: dict[str, TierPlacement], free: float
 ) -> dict[str, TierPlacement]:
-    """Return placements of units whose gradients need not wait on disk.
-
-    They fit into half of the host memory that is free on every rank that runs the same modules.
-    """
+    """Return placements of units whose gradients need not wait on disk: they fit into half of the free bytes."""
     on_disk = {name: place for name, place in places.items() if place.gradient_tier is Tier.DISK}
     waiting = {name: states.waiting(name, place) for name, place in on_disk.items()}
     if not any(waiting.values()):
         return {}
-    least = free if context.device.is_meta else context.roles.stage.all_reduce_min(free, "ROOM")
-    return {name: places[name]._replace(gradients=Tier.HOST) for name in _that_fit(waiting, _SHARE * least)}
+    return {name: places[name]._replace(gradients=Tier.HOST) for name in _that_fit(waiting, _SHARE * free)}
 
 
 def _may_speculate(settings: Config, device: Device) -> bool:
@@ -293,6 +301,11 @@ def _asked(states: ModelStates, settings: Config) -> dict[str, TierPlacement]:
         above = _that_fit(states.shares(), zero.offload_param.max_in_cpu)
         places |= {name: places[name]._replace(parameters=Tier.HOST) for name in above}
     return places
+
+
+def _kept_above(places: dict[str, TierPlacement], kept: tuple[str, ...]) -> dict[str, TierPlacement]:
+    """Return placements with the optimizer state of some units on the device."""
+    return places | {name: places[name]._replace(optimizer=Tier.DEVICE) for name in kept if name in places}
 
 
 def _that_fit(sizes: dict[str, float] | dict[str, int], free: float) -> set[str]:

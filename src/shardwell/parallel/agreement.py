@@ -23,6 +23,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
+import torch
 import torch.distributed as dist
 from torch.utils.checkpoint import _StopRecomputationError
 
@@ -291,6 +292,8 @@ class Agreement:
             self.failures.departure.note_exit(f"left by sys.exit({leaving.code!r}) in {where}")
             raise
         except Exception as error:
+            if isinstance(error, torch.OutOfMemoryError):
+                self.failures.advise_on_memory(error)
             if not isinstance(error, (PeerError, NonFiniteError, *common)):
                 self.fail(ShardwellError(f"{type(error).__name__} in {where}: {error}"), where)
             raise

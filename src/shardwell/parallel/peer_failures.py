@@ -82,7 +82,13 @@ class PeerFailures:
         self._board: RankStore | None = None
         self._pulse: Heartbeats | None = None
         self.departure = Departure(rank)
+        self.out_of_memory = ""  # what to do if a device has no memory left
         self.forget()
+
+    def advise_on_memory(self, error: Exception) -> None:
+        """Add what to do to an error for want of memory, once: it may pass here again on its way."""
+        if self.out_of_memory and self.out_of_memory not in getattr(error, "__notes__", ()):
+            error.add_note(self.out_of_memory)
 
     def forget(self) -> None:
         """Forget what has failed: the engine begins again."""

@@ -14,6 +14,7 @@ from typing import Any
 from shardwell.errors import ShardwellError
 from shardwell.memory.machine import SimulatedMachine
 from shardwell.plan.axes import with_axes
+from shardwell.plan.estimate import without_kept
 from shardwell.plan.models import PlanModel
 from shardwell.plan.report import PlanReport
 
@@ -50,8 +51,12 @@ class FittingChange:
         """
         first, per_node = first.without_time(), first.machine.local_world_size(first.machine.ranks.size)
         has_room_for_units = report is None or report.costs.largest_unit[1] <= report.device_room
+        before, may_fit = None, False
         for choice in changes(first, self.nvme_path) if has_room_for_units else ():
-            if self._may_fit(choice) and (found := self._report(choice)) is not None:
+            bare = without_kept(choice.config), choice.recomputes
+            if bare != before:  # a few blocks are looked at with nothing kept above
+                before, may_fit = bare, self._may_fit(choice)
+            if may_fit and (found := self._report(choice)) is not None:
                 return choice, found
         families = [_more_tensor_ranks(first, per_node)] if self.model.has_choices else []
         families += [_more_ranks(first, per_node)] if has_room_for_units else []
@@ -99,6 +104,9 @@ def changes(first: PlanChoice, nvme_path: str) -> Iterator[PlanChoice]:
         ("optimizer state on NVMe", {"offload_optimizer": {"device": "nvme", "nvme_path": nvme_path}}),
         ("parameters on NVMe", {"offload_param": {"device": "nvme", "nvme_path": nvme_path}}),
     ):
+        if "offload_param" in block and (all_below := without_kept(now.config)) != now.config:
+            now = replace(now, words=_and(now, "all of it (ratio 1.0)"), config=all_below)
+            yield now
         if _depth(block) > _depth(zero, *block):
             least = 3 if "offload_param" in block else 1
             deeper = max(least, now.config.get("zero_optimization", {}).get("stage", 0))

@@ -23,6 +23,7 @@ from shardwell.errors import ShardwellError
 from shardwell.memory import Tier
 from shardwell.memory.machine import SimulatedMachine, SimulatedRanks, simulated
 from shardwell.memory.statistics import human, render
+from shardwell.offload.kept_states import RATIO
 from shardwell.plan.estimate import Inputs, loss_of
 from shardwell.plan.fused_kernels import FusedKernels
 from shardwell.plan.simulation import MOMENTS, fuse_updates, naming_lines, simulate
@@ -150,7 +151,13 @@ def _on_host(engine: Engine) -> int:
 
 def _settings(engine: Engine) -> Config:
     """Return the configuration that the engine was built by: what was chosen is not chosen again."""
-    settings = engine.settings.with_origins({**engine.settings.origins, _STAGE: "python"})
+    settings = engine.settings.with_origins({**engine.settings.origins, _STAGE: "python", RATIO: "python"})
+    if engine.offload.kept:
+        zero, trained = settings.zero_optimization, engine.offload.states.trained()
+        below = sum(trained.values()) - sum(trained[name] for name in engine.offload.kept)
+        ratio = (below + 0.5) / sum(trained.values())  # half an element more: no rounding leaves a unit out
+        block = zero.offload_optimizer.model_copy(update={"ratio": ratio})
+        settings = settings.with_block("zero_optimization", zero.model_copy(update={"offload_optimizer": block}))
     if engine.optimizer is None:
         raise ShardwellError("engine.plan() compares training steps, and this engine has no optimizer")
     inner = engine.optimizer.inner

@@ -40,6 +40,7 @@ from shardwell.plan.step_time import StepTime, extrapolated, simulate_time
 _FEWEST = 4  # blocks: fewer have no block that computes while two others are all-gathered ahead of it
 _FEWEST_BELOW = 9  # blocks: with state on host or disk all staging buffers are in use
 
+_MOST_TRIES = 2  # to find depths of which two predict a third
 _MOST_DEPTHS = 5  # at which time is simulated before all blocks are
 _MOST_TOKENS = 1 << 32  # of a micro-batch: sizes of its tensors are numbers of 64 bits
 _NEAR = 0.0025  # share of a step by which three depths may differ from a line, for each block between them
@@ -75,7 +76,7 @@ def estimate(
         else:
             costs, notes = _of_blocks(model, settings, machine, loss, verified)
         if stages == 1 and machine.speeds is not None:
-            time = _time_of_blocks(model, settings, machine, loss, verified)
+            time = _time_of_blocks(model, settings, machine, loss, verified, len(costs.kept))
         name, inputs = model.name, model.inputs
     else:
         if inputs is None:
@@ -92,6 +93,11 @@ def estimate(
         name = type(model).__name__
     if time is not None:
         time = replace(time, tokens=time.samples * _tokens_of_sample(inputs) * ranks_along(settings, "sequence"))
+    if costs.kept:
+        notes = [
+            *notes,
+            f"optimizer state of the first {len(costs.kept)} units stays on the device, as it does by default",
+        ]
     if any(takes_experts(one) for one in (model.build(1) if isinstance(model, BlockModel) else model).modules()):
         notes = [*notes, "every expert of a layer gets as many tokens as any other"]
     share = _active_share(model, settings, costs.num_parameters) if isinstance(model, BlockModel) else 1.0
@@ -119,20 +125,25 @@ def _of_blocks(
             'zero_optimization.stage "auto" is chosen from the memory of all blocks, and a plan simulates few: name a '
             "stage, or let shardwell plan --auto choose"
         )
-    fewest = fewest_blocks(config)
-    for first in (fewest, 2 * fewest):  # with more blocks the peak may be at another moment
+    fewest, num_kept, tries = fewest_blocks(config), 0, 0
+    while tries < _MOST_TRIES:  # with more blocks the peak may be at another moment
+        first = num_kept + (tries + 1) * fewest
         depths = (first, first + 1, first + 2)
         if sum(depths) >= model.layers:
             break
-        runs = [_at(model, depth, config, machine, loss, FEWEST_STEPS) for depth in depths[:2]]
-        runs += (
-            [_at(model, depths[2], config, machine, loss)] if verified else []
-        )  # with a step more, which is compared
+        runs = [_at(model, first, config, machine, loss, FEWEST_STEPS)]
+        if len(runs[0][0].kept) > num_kept:  # beside units that are kept on the device there must be as many others
+            num_kept = len(runs[0][0].kept)
+            continue
+        tries += 1
+        runs.append(_at(model, depths[1], config, machine, loss, FEWEST_STEPS))
+        if verified:  # with a step more, which is compared
+            runs.append(_at(model, depths[2], config, machine, loss))
         found = [costs for costs, _ in runs]
-        if not verified:
+        if not verified and found[0].kept == found[1].kept:
             whole = _extrapolated(found[0], found[1], depths, model.layers)
             return replace(whole, largest_unit=found[1].largest_unit), runs[1][1]
-        if _are_alike(_extrapolated(found[0], found[1], depths, depths[2]), found[2]):
+        if verified and _are_alike(_extrapolated(found[0], found[1], depths, depths[2]), found[2]):
             whole = _extrapolated(found[0], found[1], depths, model.layers)
             same = f"{depths[0]}, {depths[1]} and {depths[2]} of {model.layers} identical blocks were simulated"
             return replace(whole, largest_unit=found[2].largest_unit), [*runs[2][1], same]
@@ -143,7 +154,7 @@ def least(model: BlockModel, config: Any, machine: SimulatedMachine) -> PlanRepo
     """Return what a few blocks of a model take, from one simulation: all of them take at least as much of each tier."""
     depth = min(_FEWEST, model.layers)
     part = _with_blocks(machine, depth, model.layers)
-    costs, notes = _run(model.build(depth), config, part, model.inputs, None, FEWEST_STEPS)
+    costs, notes = _run(model.build(depth), without_kept(config), part, model.inputs, None, FEWEST_STEPS)
     return PlanReport(model.name, dict(config), machine, costs, tuple(notes))
 
 
@@ -163,14 +174,20 @@ def _time(
 
 
 def _time_of_blocks(
-    model: BlockModel, config: Any, machine: SimulatedMachine, loss: Callable[[Any], Tensor] | None, verified: bool
+    model: BlockModel,
+    config: Any,
+    machine: SimulatedMachine,
+    loss: Callable[[Any], Tensor] | None,
+    verified: bool,
+    num_kept: int = 0,
 ) -> StepTime:
     """Simulate few blocks with virtual time; all of them if no three depths agree.
 
     Below the device blocks go through a few buffers in turns: depths that leave the same one for the last are compared.
-    With few blocks a queue may not be full yet, so that a few depths more are looked at before all.
+    With few blocks a queue may not be full yet, so that a few depths more are looked at before all. `num_kept` units
+    more are on the device, with few blocks as with all.
     """
-    fewest, apart = (_FEWEST_BELOW, _num_buffers(config)) if _is_below(config) else (_FEWEST, 1)
+    fewest, apart = (_FEWEST_BELOW + num_kept, _num_buffers(config)) if _is_below(config) else (_FEWEST, 1)
     found: list[StepTime] = []
     for number in range(_MOST_DEPTHS if verified else 2):
         depth = fewest + number * apart
@@ -279,10 +296,20 @@ def _forward(inputs: Inputs, loss: Callable[[Any], Tensor] | None) -> Callable[[
     return forward
 
 
+def without_kept(config: Any) -> Any:
+    """Return a configuration by which no state stays on the device that is offloaded to the host by default."""
+    zero, own = config.get("zero_optimization", {}), config.get("shardwell", {})
+    block, parameters = zero.get("offload_optimizer") or {}, zero.get("offload_param") or {}
+    is_kept = block.get("device") == "cpu" and parameters.get("device", "none") == "none"
+    if not is_kept or "ratio" in block or "placement" in own:
+        return config
+    return {**config, "zero_optimization": {**zero, "offload_optimizer": {**block, "ratio": 1.0}}}
+
+
 def _with_more_room(config: Any, machine: SimulatedMachine) -> tuple[Any, SimulatedMachine]:
     plain = SimulatedMachine()
     large = replace(machine, device_bytes=plain.device_bytes, host_bytes=plain.host_bytes, disk_bytes=plain.disk_bytes)
-    return {**config, "shardwell": {**config.get("shardwell", {}), "commit": "after_norm"}}, large
+    return without_kept({**config, "shardwell": {**config.get("shardwell", {}), "commit": "after_norm"}}), large
 
 
 def record(model: nn.Module, config: Any, machine: SimulatedMachine, inputs: Inputs) -> tuple[StepCosts, Recording]:

@@ -237,6 +237,9 @@ class Search:
         sizes = self._micro_batches(kind)
         try:
             one = self._plan(kind, sizes[0], verified=False)
+            if one.costs.kept and not one.fits:
+                kind = replace(kind, keeps=False)
+                one = self._plan(kind, sizes[0], verified=False)
         except ConfigError as error:  # of what only an engine knows, such as its axes
             self._dropped.append(Dropped(kind, f"the engine refuses it: {error}"))
             return False

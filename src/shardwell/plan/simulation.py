@@ -45,6 +45,7 @@ class StepCosts:
     traffic: Numbers  # "kind hop": bytes received in a step
     calls: Numbers  # by kind: collectives in a step
     copies: Numbers  # "to host", "to device", "disk read", "disk written": bytes in a step
+    kept: tuple[str, ...] = ()  # units whose optimizer state stays on the device although it is offloaded
 
 
 @dataclass(frozen=True)
@@ -75,6 +76,7 @@ def along(one: StepCosts, other: StepCosts, number: Callable[[int, int], int]) -
         numbers(one.traffic, other.traffic),
         numbers(one.calls, other.calls),
         numbers(one.copies, other.copies),
+        one.kept if one.kept == other.kept else ("",) * max(len(one.kept), len(other.kept)),
     )
 
 
@@ -251,6 +253,7 @@ def _costs(engine: Engine, peaks: Numbers, at_peak: Numbers, copies: Numbers) ->
         {f"{kind.value} {hop}": size for (kind, hop), size in traffic.received.items() if size},
         {kind.value: number for kind, number in traffic.calls.items() if number},
         copies,
+        engine.offload.kept,
     )
 
 

@@ -30,6 +30,7 @@ _AT_3 = [
     TierPlacement(Tier.HOST, Tier.DISK),
     TierPlacement(Tier.DISK, Tier.DISK),
 ]
+_SAY_MORE = ("ratio", "placement")  # keys that decide something where they are written, also with their defaults
 _CHOSEN = (
     "stage",
     "offload_optimizer",
@@ -48,6 +49,7 @@ class PlanClass:
     hpz: int = 1
     quantised: bool = False
     tensor: int | None = None  # ranks that share each tensor; None: what the configuration says
+    keeps: bool = True  # optimizer state of the first units stays on the device, as it does by default
 
     @property
     def is_plain(self) -> bool:
@@ -67,6 +69,8 @@ class PlanClass:
         """Return a configuration of this class, with everything else as in `base`."""
         zero = {key: value for key, value in base.get("zero_optimization", {}).items() if key not in _CHOSEN}
         zero |= self.way.config(NVME)
+        if not self.keeps:
+            zero["offload_optimizer"]["ratio"] = 1.0
         if self.hpz > 1:
             zero["zero_hpz_partition_size"] = self.hpz
         if self.quantised:
@@ -74,7 +78,7 @@ class PlanClass:
         return with_axes({**base, MICRO: micro_batch, "zero_optimization": zero}, tensor=self.tensor)
 
     def __str__(self) -> str:
-        words = [str(self.way)]
+        words = [str(self.way), *([] if self.keeps else ["all of it"])]
         if self.hpz > 1:
             words.append(f"secondary shards over {self.hpz} ranks (hpZ)")
         if self.quantised:
@@ -140,7 +144,7 @@ def _differing(given: Mapping[str, Any], default: ConfigBlock) -> dict[str, Any]
         if isinstance(usual, ConfigBlock) and isinstance(value, Mapping):
             inner = _differing(value, usual)
             found |= {key: inner} if inner else {}
-        elif value != usual:
+        elif value != usual or key in _SAY_MORE:
             found[key] = value
     return found
 

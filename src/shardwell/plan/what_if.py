@@ -50,6 +50,8 @@ class Structure:
         for name, device in (("offload_optimizer", self.optimizer), ("offload_param", self.parameters)):
             if device != "none":
                 found[name] = {"device": device} | ({"nvme_path": nvme_path} if device == "nvme" else {})
+        if self.optimizer == "cpu" and self.parameters == "none":  # what memory allows to keep follows no form
+            found["offload_optimizer"]["ratio"] = 1.0
         if self.parameters == "nvme":
             found["offload_param"]["max_in_cpu"] = 0
         return found | {

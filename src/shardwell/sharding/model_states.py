@@ -252,6 +252,7 @@ class OffloadPlan:
     places: dict[str, TierPlacement]
     states: ModelStates
     above: CommitPolicy = CommitPolicy.AFTER_NORM  # the policy of units whose optimizer state is stored on the device
+    kept: tuple[str, ...] = ()  # units that were to be on the host, whose state is on the device: it is needed first
 
     @classmethod
     def on_device(cls, states: ModelStates) -> OffloadPlan:
@@ -268,6 +269,12 @@ class OffloadPlan:
         Optimizer state counts even before the first step creates it.
         """
         return self.states.stored_bytes(self.places)
+
+    def kept_bytes(self) -> int:
+        """Return the device bytes that the state of kept units takes, with the gradients that wait for its step."""
+        below = {name: self.places[name]._replace(optimizer=Tier.HOST) for name in self.kept}
+        above = total(self.states.needs(name, self.places[name]) for name in self.kept)
+        return above[Tier.DEVICE] - total(self.states.needs(*pair) for pair in below.items())[Tier.DEVICE]
 
     def __str__(self) -> str:
         commits = Counter(self.commits.values())

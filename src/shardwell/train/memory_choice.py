@@ -36,6 +36,13 @@ class Choice:
     activations: int
     limit: int
 
+    def zero(self, nvme_path: str | None) -> dict[str, Any]:
+        """Return the block `zero_optimization`: of what is on the host nothing stays on the device."""
+        block = self.way.config(nvme_path)
+        if self.way.place.optimizer is Tier.HOST:
+            block["offload_optimizer"]["ratio"] = 1.0
+        return block
+
     def __str__(self) -> str:
         needed = human(self.states + self.activations)
         return (

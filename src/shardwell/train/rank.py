@@ -191,7 +191,7 @@ def _config(
         empty = models.empty_model(recipe, models.model_config(recipe, tokenizer))
         choice = choose(recipe, empty, num_ranks, mixed)
         _say(rank, str(choice))
-        config["zero_optimization"], recomputes = choice.way.config(recipe.nvme_path), choice.way.recomputes
+        config["zero_optimization"], recomputes = choice.zero(recipe.nvme_path), choice.way.recomputes
     if recipe.config is not None:
         given = recipe.config if isinstance(recipe.config, dict) else json.loads(Path(recipe.config).read_text())
         config = {**config, **given}  # block by block: what a file says is what the user means
