@@ -14,7 +14,7 @@ from shardwell.plan.decoder import DecoderSizes
 from shardwell.plan.devices import gpu, speeds_of
 from shardwell.plan.models import decoder
 from shardwell.plan.pipe_time import time_of_pipe
-from shardwell.plan.pipes import Pipe
+from shardwell.plan.pipes import Pipe, StagePart
 from shardwell.plan.simulation import BlockModel, are_alike
 from shardwell.plan.step_time import BUBBLE, StepTime
 
@@ -87,11 +87,8 @@ def test_more_micro_batches_and_weights_that_are_late_make_the_bubble_smaller(fo
 
 def test_few_blocks_and_micro_batches_of_a_stage_predict_all() -> None:
     pipe = Pipe.of(model(replace(SIZES, layers=12)), config(3, 5), replace(machine(3), speeds=None))
-    found = stages_module._of_few(pipe, verified=False)
-    assert found is not None
-    for rank, costs in found.items():
-        whole = stages_module._of_whole(pipe, rank)
-        assert are_alike(costs, whole), rank
+    found = stages_module._Lines.of(pipe, 1).at(StagePart(pipe.num_blocks(1), 2, 5))
+    assert are_alike(found, stages_module._of_whole(pipe, 1))
 
 
 def test_a_batch_of_all_ranks_says_how_many_micro_batches_a_pipeline_has() -> None:

@@ -84,9 +84,13 @@ class Simulated:
 
 
 def simulate(schedule: Schedule, costs: OperationTimes | None = None) -> Simulated:
-    """Run a schedule on paper: each rank does its operations in order, each as soon as what it reads is there."""
+    """Run a schedule on paper: each rank does its operations in order, each as soon as what it reads is there.
+
+    The messages of a channel come one after the other.
+    """
     costs = costs or Costs()
     spans: dict[Operation, tuple[float, float]] = {}
+    arrived: defaultdict[tuple[int, int, bool], float] = defaultdict(float)  # the last message of each channel
     clocks, next_of = [0.0] * schedule.num_ranks, [0] * schedule.num_ranks
     left = sum(map(len, schedule.ranks))
     while left:
@@ -97,9 +101,13 @@ def simulate(schedule: Schedule, costs: OperationTimes | None = None) -> Simulat
                 inputs = needs(schedule, one)
                 if not all(other in spans for other in inputs):
                     break
-                travels = costs.message_to(one) if schedule.num_ranks > 1 else 0.0
-                ready = [spans[other][1] + (travels if other.stage != one.stage else 0.0) for other in inputs]
-                start = max([clocks[number], *ready])
+                start = clocks[number]
+                for other in inputs:
+                    ready = spans[other][1]
+                    if other.stage != one.stage and schedule.num_ranks > 1:
+                        channel = schedule.rank_of(other.stage), number, one.kind is Pass.FORWARD
+                        ready = arrived[channel] = max(ready, arrived[channel]) + costs.message_to(one)
+                    start = max(start, ready)
                 clocks[number] = costs.end_of(one, start)
                 spans[one] = start, clocks[number]
                 next_of[number] += 1

@@ -94,18 +94,48 @@ def fewest_blocks(pipe: Pipe) -> int:
 
 
 def _of_few(pipe: Pipe, verified: bool) -> dict[int, StepCosts] | None:
-    """Return what the ranks take, by rank; None if a larger simulation does not agree."""
+    """Return what the ranks take, by rank; None if a larger simulation does not agree.
+
+    If it need not be `verified`, blocks and micro-batches are taken to add to all stages what they add to the first,
+    though stages between have more messages.
+    """
     found: dict[int, StepCosts] = {}
-    lines: dict[int, _Lines] = {}
+    lines: dict[int, _Lines | _Shifted] = {}
     for rank in range(pipe.num_ranks):
         one = like(pipe, rank)
         if one not in lines:
-            lines[one] = _Lines.of(pipe, one)
-            if verified and not lines[one].is_confirmed():
+            lines[one] = made = _Lines.of(pipe, one) if verified or not one else _Shifted.of(pipe, one, lines[0])
+            if verified and isinstance(made, _Lines) and not made.is_confirmed():
                 return None
         target = StagePart(pipe.num_blocks(rank), most_in_flight(pipe.schedule, rank), pipe.num_micro_batches)
         found[rank] = lines[one].at(target)
     return found
+
+
+def _smallest(pipe: Pipe, rank: int) -> StagePart:
+    flying = min(_IN_FLIGHT, most_in_flight(pipe.schedule, rank))
+    return StagePart(fewest_blocks(pipe), flying, flying + _FILLED)
+
+
+@dataclass(frozen=True)
+class _Shifted:
+    """What a rank takes if it differs from another one by a constant."""
+
+    other: _Lines | _Shifted
+    shift: StepCosts
+
+    @classmethod
+    def of(cls, pipe: Pipe, rank: int, other: _Lines | _Shifted) -> _Shifted:
+        """Simulate one part of a rank."""
+        part = _smallest(pipe, rank)
+        own = _ran(pipe.few(rank, part), FEWEST_STEPS)
+        return cls(other, along(own, other.at(part), lambda ours, theirs: ours - theirs))
+
+    def at(self, target: StagePart) -> StepCosts:
+        """Return what the rank takes with other numbers."""
+        base = self.other.at(target)
+        found = along(base, self.shift, lambda first, second: first + second)
+        return replace(found, largest_unit=base.largest_unit, at_peak=found.at_moments[highest_moment(found.peaks)])
 
 
 @dataclass(frozen=True)
@@ -120,10 +150,10 @@ class _Lines:
     @classmethod
     def of(cls, pipe: Pipe, rank: int) -> _Lines:
         """Simulate the four."""
-        blocks, flying = fewest_blocks(pipe), min(_IN_FLIGHT, most_in_flight(pipe.schedule, rank))
+        small = _smallest(pipe, rank)
         # Of what is in flight more is of use only where the whole schedule has more.
-        more = min(flying + 1, most_in_flight(pipe.schedule, rank))
-        small, large = StagePart(blocks, flying, flying + _FILLED), StagePart(blocks + 1, more, flying + _FILLED + 1)
+        more = min(small.in_flight + 1, most_in_flight(pipe.schedule, rank))
+        large = StagePart(small.blocks + 1, more, small.micro_batches + 1)
         one, other = (
             (
                 _ran(pipe.few(rank, replace(small, blocks=number)), FEWEST_STEPS),
