@@ -291,14 +291,16 @@ def _with_more_room(config: Any, machine: SimulatedMachine) -> tuple[Any, Simula
     return {**config, "shardwell": {**config.get("shardwell", {}), "commit": "after_norm"}}, large
 
 
-def record(model: nn.Module, config: Any, machine: SimulatedMachine, inputs: Inputs) -> tuple[StepCosts, Recording]:
+def record(
+    model: nn.Module, config: Any, machine: SimulatedMachine, inputs: Inputs, steps: int = STEPS
+) -> tuple[StepCosts, Recording]:
     """Simulate a model that is on the meta device; return also what its buffers were."""
     recording = Recording()
 
     def forward(engine: Engine) -> Tensor:
         return loss_of(engine(**inputs) if isinstance(inputs, Mapping) else engine(*inputs))
 
-    return simulate(model, config, machine, forward, recording), recording
+    return simulate(model, config, machine, forward, recording, steps=steps), recording
 
 
 def loss_of(output: Any) -> Tensor:
