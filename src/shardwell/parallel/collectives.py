@@ -99,6 +99,8 @@ class Collectives:
         """Set the nodes that the ranks run on; with `hops`, all-gathers and reduce-scatters take these two hops."""
         self._spans_nodes = mesh.node_size < mesh.size
         self.set_nodes(mesh)
+        if mesh.is_simulated:  # whose time depends on which ranks are in another node
+            self.transport = self.direct = _transport_for(mesh, self.device, self.links, self._temporary)
         if hops is not None:
             self.hops, (node, across) = hops, (hops.inside.rank_group, hops.across.rank_group)
             self.shard_index = self.shard_index_of(mesh.rank)

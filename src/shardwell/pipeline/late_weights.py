@@ -100,6 +100,8 @@ def _late_product(late: LateWeights, inputs: Tensor, weight: nn.Parameter, trans
     if not (torch.is_grad_enabled() and weight.requires_grad and isinstance(weight, nn.Parameter)):
         return None
     compute: Tensor = weight
+    if inputs.is_meta:  # has no autocast
+        return _LateLinear.apply(inputs, compute, late, weight, transposed)  # type: ignore[no-untyped-call, no-any-return]
     if torch.is_autocast_enabled(inputs.device.type):
         dtype = torch.get_autocast_dtype(inputs.device.type)
         inputs, compute = inputs.to(dtype), weight.to(dtype)

@@ -7,9 +7,20 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import dataclass
+from typing import Protocol
 
 from shardwell.pipeline.operations import Operation, Pass
 from shardwell.pipeline.schedules import Schedule, needs
+
+
+class OperationTimes(Protocol):
+    """What operations and messages take."""
+
+    def end_of(self, one: Operation, begin: float) -> float:
+        """Return when an operation ends that begins at a time."""
+
+    def message_to(self, one: Operation) -> float:
+        """Return the seconds that what an operation reads is under way between two ranks."""
 
 
 @dataclass(frozen=True)
@@ -29,6 +40,14 @@ class Costs:
             Pass.BACKWARD_INPUT: self.backward_input,
             Pass.BACKWARD_WEIGHT: self.backward_weight,
         }[kind]
+
+    def end_of(self, one: Operation, begin: float) -> float:
+        """Return when an operation ends that begins at a time."""
+        return begin + self.of(one.kind)
+
+    def message_to(self, one: Operation) -> float:
+        """Return the seconds of a message."""
+        return self.message
 
 
 @dataclass(frozen=True)
@@ -64,10 +83,14 @@ class Simulated:
         return "\n".join(lines)
 
 
-def simulate(schedule: Schedule, costs: Costs | None = None) -> Simulated:
-    """Run a schedule on paper: each rank does its operations in order, each as soon as what it reads is there."""
+def simulate(schedule: Schedule, costs: OperationTimes | None = None) -> Simulated:
+    """Run a schedule on paper: each rank does its operations in order, each as soon as what it reads is there.
+
+    The messages of a channel come one after the other.
+    """
     costs = costs or Costs()
     spans: dict[Operation, tuple[float, float]] = {}
+    arrived: defaultdict[tuple[int, int, bool], float] = defaultdict(float)  # the last message of each channel
     clocks, next_of = [0.0] * schedule.num_ranks, [0] * schedule.num_ranks
     left = sum(map(len, schedule.ranks))
     while left:
@@ -78,10 +101,14 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Simulated:
                 inputs = needs(schedule, one)
                 if not all(other in spans for other in inputs):
                     break
-                travels = costs.message if schedule.num_ranks > 1 else 0.0
-                ready = [spans[other][1] + (travels if other.stage != one.stage else 0.0) for other in inputs]
-                start = max([clocks[number], *ready])
-                clocks[number] = start + costs.of(one.kind)
+                start = clocks[number]
+                for other in inputs:
+                    ready = spans[other][1]
+                    if other.stage != one.stage and schedule.num_ranks > 1:
+                        channel = schedule.rank_of(other.stage), number, one.kind is Pass.FORWARD
+                        ready = arrived[channel] = max(ready, arrived[channel]) + costs.message_to(one)
+                    start = max(start, ready)
+                clocks[number] = costs.end_of(one, start)
                 spans[one] = start, clocks[number]
                 next_of[number] += 1
                 left -= 1

@@ -29,7 +29,8 @@ def with_axes(
         found["tensor_parallel"] = {**found.get("tensor_parallel", {}), "autotp_size": tensor}
     if pipe is not None:
         found["pipeline"] = {**found.get("pipeline", {}), "stages": pipe}
-        found.setdefault("gradient_accumulation_steps", 2 * pipe if pipe > 1 else 1)
+        if not isinstance(found.get("train_batch_size"), int):  # which says how many micro-batches there are
+            found.setdefault("gradient_accumulation_steps", 2 * pipe if pipe > 1 else 1)
     if sequence is not None:
         found["sequence_parallel_size"] = sequence
     if expert is not None:

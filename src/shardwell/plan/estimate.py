@@ -22,6 +22,8 @@ from shardwell.expert_parallel.layers import takes_experts
 from shardwell.memory.machine import SimulatedBlocks, SimulatedMachine
 from shardwell.offload.optimizer_swap import FEWEST_BUFFERS
 from shardwell.plan.axes import ranks_along
+from shardwell.plan.pipe_time import time_of_pipe
+from shardwell.plan.pipes import Pipe, num_stages
 from shardwell.plan.recording import Recording
 from shardwell.plan.report import PlanReport
 from shardwell.plan.simulation import (
@@ -30,11 +32,12 @@ from shardwell.plan.simulation import (
     BlockModel,
     StepCosts,
     along,
+    are_alike,
     naming_inputs,
     on_meta,
     simulate,
 )
-from shardwell.plan.stages import num_stages, of_stages
+from shardwell.plan.stages import of_stages
 from shardwell.plan.step_time import StepTime, extrapolated, simulate_time
 
 _FEWEST = 4  # blocks: fewer have no block that computes while two others are all-gathered ahead of it
@@ -44,7 +47,6 @@ _MOST_TRIES = 2  # to find depths of which two predict a third
 _MOST_DEPTHS = 5  # at which time is simulated before all blocks are
 _MOST_TOKENS = 1 << 32  # of a micro-batch: sizes of its tensors are numbers of 64 bits
 _NEAR = 0.0025  # share of a step by which three depths may differ from a line, for each block between them
-_ROUNDED = 4096  # bytes: a few blocks of the allocator
 
 Inputs = Sequence[Any] | Mapping[str, Any]
 
@@ -72,11 +74,15 @@ def estimate(
     if isinstance(model, BlockModel):
         stages, time = num_stages(settings), None
         if stages > 1:
-            costs, notes = of_stages(model, settings, machine, stages)
+            pipe = Pipe.of(model, settings, machine)
+            costs, notes = of_stages(pipe, is_below=_is_below(settings), verified=verified)
+            if machine.speeds is not None:
+                time, more = time_of_pipe(pipe, verified=verified)
+                notes = [*notes, *more]
         else:
             costs, notes = _of_blocks(model, settings, machine, loss, verified)
-        if stages == 1 and machine.speeds is not None:
-            time = _time_of_blocks(model, settings, machine, loss, verified, len(costs.kept))
+            if machine.speeds is not None:
+                time = _time_of_blocks(model, settings, machine, loss, verified, len(costs.kept))
         name, inputs = model.name, model.inputs
     else:
         if inputs is None:
@@ -143,7 +149,7 @@ def _of_blocks(
         if not verified and found[0].kept == found[1].kept:
             whole = _extrapolated(found[0], found[1], depths, model.layers)
             return replace(whole, largest_unit=found[1].largest_unit), runs[1][1]
-        if verified and _are_alike(_extrapolated(found[0], found[1], depths, depths[2]), found[2]):
+        if verified and are_alike(_extrapolated(found[0], found[1], depths, depths[2]), found[2]):
             whole = _extrapolated(found[0], found[1], depths, model.layers)
             same = f"{depths[0]}, {depths[1]} and {depths[2]} of {model.layers} identical blocks were simulated"
             return replace(whole, largest_unit=found[2].largest_unit), [*runs[2][1], same]
@@ -312,14 +318,16 @@ def _with_more_room(config: Any, machine: SimulatedMachine) -> tuple[Any, Simula
     return without_kept({**config, "shardwell": {**config.get("shardwell", {}), "commit": "after_norm"}}), large
 
 
-def record(model: nn.Module, config: Any, machine: SimulatedMachine, inputs: Inputs) -> tuple[StepCosts, Recording]:
+def record(
+    model: nn.Module, config: Any, machine: SimulatedMachine, inputs: Inputs, steps: int = STEPS
+) -> tuple[StepCosts, Recording]:
     """Simulate a model that is on the meta device; return also what its buffers were."""
     recording = Recording()
 
     def forward(engine: Engine) -> Tensor:
         return loss_of(engine(**inputs) if isinstance(inputs, Mapping) else engine(*inputs))
 
-    return simulate(model, config, machine, forward, recording), recording
+    return simulate(model, config, machine, forward, recording, steps=steps), recording
 
 
 def loss_of(output: Any) -> Tensor:
@@ -348,17 +356,6 @@ def _is_below(config: Any) -> bool:
     blocks = (zero.get("offload_optimizer") or {}, zero.get("offload_param") or {})
     own = config.get("shardwell", {}) if isinstance(config, Mapping) else {}
     return any(block.get("device", "none") != "none" for block in blocks) or own.get("placement") == "auto"
-
-
-def _are_alike(predicted: StepCosts, found: StepCosts) -> bool:
-    """Return whether all numbers are equal; in peaks, small tensors of a size by depth may be rounded up once more."""
-    apart: dict[str, Any] = {"peaks": {}, "at_peak": {}, "largest_unit": ("", 0)}
-    exact = replace(predicted, **apart) == replace(found, **apart)
-    pairs = [(predicted.peaks, found.peaks), (predicted.at_peak, found.at_peak)]
-    return exact and all(
-        ours.keys() == theirs.keys() and all(abs(ours[key] - theirs[key]) <= _ROUNDED for key in ours)
-        for ours, theirs in pairs
-    )
 
 
 def _extrapolated(one: StepCosts, other: StepCosts, depths: tuple[int, ...], depth: int) -> StepCosts:

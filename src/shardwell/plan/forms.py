@@ -20,7 +20,7 @@ from shardwell.memory import Tier
 from shardwell.memory.machine import SimulatedMachine, SimulatedRanks
 from shardwell.plan.estimate import record
 from shardwell.plan.recording import ACTIVATIONS, Change, Recording
-from shardwell.plan.simulation import MOMENTS, BlockModel, StepCosts
+from shardwell.plan.simulation import FEWEST_STEPS, MOMENTS, STEPS, BlockModel, StepCosts
 from shardwell.plan.terms import NoFormError, Point, Sizes, Terms, shard_tree
 from shardwell.plan.trees import Tree, as_json, evaluate, largest, plus, times
 
@@ -87,11 +87,11 @@ class StructureClass:
     config: Callable[[int], dict[str, Any]]  # of the ranks of a node
     first_depth: int
 
-    def run(self, point: Point) -> tuple[StepCosts, Recording]:
+    def run(self, point: Point, steps: int = STEPS) -> tuple[StepCosts, Recording]:
         """Simulate one point."""
         machine = SimulatedMachine(ranks=SimulatedRanks(0, point.ranks, point.per_node))
         model = self.model(point.batch, point.sequence)
-        return record(model.build(point.depth), self.config(point.per_node), machine, model.inputs)
+        return record(model.build(point.depth), self.config(point.per_node), machine, model.inputs, steps)
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,7 @@ def make_forms(structure: StructureClass, points: Sequence[tuple[int, int]], uns
     depths = structure.first_depth, structure.first_depth + 1
     batches = ((1, 256), (3, 256), (2, 768))
     places = [[Point(*ranks, *batch, depth) for ranks, batch in zip(points, batches, strict=True)] for depth in depths]
-    runs = [[structure.run(point)[1] for point in row] for row in places]
+    runs = [[structure.run(point, FEWEST_STEPS)[1] for point in row] for row in places]
     shards, names = _groups([row[0] for row in runs], depths)
     by_depth = _constants(runs, depths)
     traces = [
@@ -128,9 +128,9 @@ def make_forms(structure: StructureClass, points: Sequence[tuple[int, int]], uns
     return forms
 
 
-def compare(structure: StructureClass, forms: Forms, point: Point) -> None:
+def compare(structure: StructureClass, forms: Forms, point: Point, steps: int = STEPS) -> None:
     """Raise if forms are not what a simulation at a point takes, to the byte."""
-    expected, found = simulated_sizes(structure.run(point)[0]), forms.at(point)
+    expected, found = simulated_sizes(structure.run(point, steps)[0]), forms.at(point)
     if expected != found:
         raise NoFormError(f"at {point} {_difference(expected, found)}")
 
@@ -268,25 +268,31 @@ def _highest(instants: list[Parts]) -> list[Parts]:
                 table[number, place[tree]] += count
     _, first = np.unique(table, axis=0, return_index=True)
     kept = sorted(int(one) for one in first)
-    kept = [one for one in kept if not any(other != one and bool((table[other] >= table[one]).all()) for other in kept)]
+    rows = table[kept]  # which all differ
+    kept = [one for one in kept if int((rows >= table[one]).all(axis=1).sum()) == 1]
     for one in list(kept):
-        others = [other for other in kept if other != one]
-        if any(_is_below(table[one], table[a], table[b]) for a in others for b in others if a < b):
+        if _is_below_any(table[one], table[[other for other in kept if other != one]]):
             kept.remove(one)
     return [instants[one] for one in kept]
 
 
-def _is_below(one: Any, first: Any, second: Any) -> bool:
-    """Return whether a mixture of two instants has as much of all terms as one; a mixture is never above both."""
-    gap, needed = first - second, one - second
-    if bool((needed[gap == 0] > 0).any()):
-        return False
-    rising, falling = gap > 0, gap < 0
+def _is_below_any(one: Any, others: Any) -> bool:
+    """Return whether a mixture of any two of other instants has as much of all terms as one."""
+    places = np.triu_indices(len(others), 1)
+    gap, needed = others[places[0]] - others[places[1]], one - others[places[1]]
     share = needed / np.where(gap == 0, 1, gap)
-    low, high = share[rising].max(initial=0.0), share[falling].min(initial=1.0)
-    if low > high + _NEAR:
-        return False
-    # Blocks in the middle are exact mixtures of those at the ends, which floats may miss by a bit.
+    low = np.where(gap > 0, share, 0.0).max(axis=1, initial=0.0)
+    high = np.where(gap < 0, share, 1.0).min(axis=1, initial=1.0)
+    may_be = (low <= high + _NEAR) & ~((gap == 0) & (needed > 0)).any(axis=1)
+    return any(_is_below(one, others[a], others[b]) for a, b in np.transpose(places)[may_be])
+
+
+def _is_below(one: Any, first: Any, second: Any) -> bool:
+    """Return whether a mixture of two instants has as much of all terms as one; a mixture is never above both.
+
+    Blocks in the middle are exact mixtures of those at the ends, which floats may miss by a bit.
+    """
+    gap, needed = first - second, one - second
     shares = [(Fraction(int(part), int(whole)), whole > 0) for part, whole in zip(needed, gap, strict=True) if whole]
     least = max([Fraction(0), *(share for share, is_rising in shares if is_rising)])
     return least <= min([Fraction(1), *(share for share, is_rising in shares if not is_rising)])

@@ -19,9 +19,9 @@ from shardwell.memory.machine import SimulatedMachine
 from shardwell.plan.axes import part_of_sequence
 from shardwell.plan.decoder import Decoder, DecoderSizes
 from shardwell.plan.estimate import estimate, least, tokens
+from shardwell.plan.pipes import num_stages
 from shardwell.plan.report import PlanReport
 from shardwell.plan.simulation import BlockModel
-from shardwell.plan.stages import num_stages
 
 _GPT2, _LLAMA2, _LLAMA3, _QWEN = 50257, 32000, 128256, 152064
 _MIXTRAL = DecoderSizes(1, 8, 8, _LLAMA2, kv_heads=8, gated=True, experts=8, experts_of_token=2)

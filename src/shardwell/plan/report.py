@@ -116,6 +116,7 @@ class PlanReport:
     def as_dict(self) -> dict[str, Any]:
         """Return everything as values of JSON; all sizes are bytes."""
         costs = asdict(self.costs)
+        del costs["at_moments"]
         costs["largest_unit"] = dict(zip(("name", "bytes"), self.costs.largest_unit, strict=True))
         return {
             "model": self.name,

@@ -4,7 +4,8 @@ Classes of plans (`structure.py`) are dropped where the configuration refuses th
 where another class with less memory had none, and where states need not leave the device. Each class that is left is
 simulated with a micro-batch of one, at two depths, and one of them with two: what a sequence adds to a peak is the same
 in all, so that the largest micro-batch is a division. A bound from below orders the classes (`speed.py`). The first
-ones are simulated in full, with time, at their largest micro-batch, until no bound is below the fastest.
+ones are simulated in full, with time, at their largest micro-batch, until no bound is below the fastest. Then come
+pipelines (`pipe_search.py`).
 """
 
 from __future__ import annotations
@@ -14,18 +15,22 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+from torch import nn
+
 from shardwell.config import load
-from shardwell.errors import ConfigError, ShardwellError
+from shardwell.errors import ConfigError
 from shardwell.memory import Tier
 from shardwell.memory.machine import SimulatedMachine
 from shardwell.memory.statistics import human
 from shardwell.plan.axes import ranks_along
+from shardwell.plan.candidates import AutoPlan, Candidate, Dropped, simplest_first
 from shardwell.plan.largest import MOST, PeakLines, confirmed
 from shardwell.plan.models import PlanModel
+from shardwell.plan.pipe_search import PipeSearch
 from shardwell.plan.report import PlanReport
-from shardwell.plan.speed import ALIKE, WORTH_IT, PlanSpeed, compared, ranks_of_batch
-from shardwell.plan.structure import ACCUMULATION, MICRO, TRAIN, PlanClass, as_text, minimal, structure_classes
-from shardwell.plan.time_report import time_sentence
+from shardwell.plan.simulation import BlockModel
+from shardwell.plan.speed import ranks_of_batch
+from shardwell.plan.structure import ACCUMULATION, MICRO, TRAIN, PlanClass, structure_classes
 from shardwell.runtime.precision import mixed_dtype
 from shardwell.sharding import wrap_model
 from shardwell.sharding.ways import states_of
@@ -40,97 +45,7 @@ _BATCH = (MICRO, TRAIN, ACCUMULATION)
 _ADAM = ("adam", "adamw")
 _NO_ZEROPP = "without ZeRO++ it takes less memory, and has no room"
 _TOO_DEEP = "states further up have room"
-
-
-@dataclass(frozen=True)
-class Candidate:
-    """A class with a micro-batch, and its plan."""
-
-    kind: PlanClass
-    micro_batch: int
-    report: PlanReport
-    sequence: int
-
-    @property
-    def speed(self) -> PlanSpeed:
-        """What orders it among others."""
-        return PlanSpeed.of(self.report, self.sequence, recomputes=self.kind.way.recomputes)
-
-    def __str__(self) -> str:
-        return f"{self.kind}, micro-batch {self.micro_batch}"
-
-
-@dataclass(frozen=True)
-class Dropped:
-    """A class that is not among the plans, and the reason."""
-
-    kind: PlanClass
-    why: str
-
-
-@dataclass(frozen=True)
-class AutoPlan:
-    """The fastest plan that fits, if one does, those that come next, and what was dropped."""
-
-    plans: list[Candidate]  # the fastest first
-    dropped: list[Dropped]
-    base: dict[str, Any]
-    num_simulated: int = 0
-
-    @property
-    def best(self) -> Candidate | None:
-        """The fastest plan; None if nothing fits."""
-        return self.plans[0] if self.plans else None
-
-    def config(self) -> dict[str, Any]:
-        """Return the configuration of the fastest plan, without keys that have their defaults."""
-        if self.best is None:
-            raise ShardwellError("no plan fits, so there is no configuration of one")
-        return minimal(self.best.report.config, self.best.report.num_ranks)
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return everything as values of JSON."""
-        found: dict[str, Any] = {"fits": self.best is not None, "simulated": self.num_simulated}
-        if self.best is not None:
-            found["plan"] = {"words": str(self.best), **self.best.report.as_dict()}
-            found["config"] = self.config()
-            found["recompute"] = self.best.kind.way.recomputes
-            found["runners_up"] = [
-                {"words": str(one), "why": why, "config": minimal(one.report.config, one.report.num_ranks)}
-                for one, why in self.reasons()
-            ]
-        found["dropped"] = [{"words": str(one.kind), "why": one.why} for one in self.dropped]
-        return found
-
-    def __str__(self) -> str:
-        if self.best is None:
-            return "\n".join(["Nothing that was tried fits.", *self._dropped_in_words()])
-        found, num_ranks = self.best.report, self.best.report.num_ranks
-        lines = [f"The fastest plan of {found.name} on {num_ranks:,} GPUs: {self.best}. {found.sentence()}"]
-        lines += [] if found.time is None else [time_sentence(found.time)]
-        if next_ones := self.reasons():
-            lines.append("Next:")
-            lines += [f"  {one}: {why}" for one, why in next_ones]
-        lines += self._dropped_in_words()
-        if self.best.kind.way.recomputes:
-            lines.append(
-                "Recompute blocks in the model: model.gradient_checkpointing_enable(), or shardwell.checkpointing."
-            )
-        return "\n".join([*lines, "Its configuration:", as_text(self.config())])
-
-    def _dropped_in_words(self) -> list[str]:
-        by_reason: dict[str, list[str]] = {}
-        for one in self.dropped:
-            by_reason.setdefault(one.why, []).append(str(one.kind))
-        return [
-            f"Dropped: {kinds[0]}{f' and {len(kinds) - 1} more' if len(kinds) > 1 else ''}: {why}."
-            for why, kinds in by_reason.items()
-        ]
-
-    def reasons(self) -> list[tuple[Candidate, str]]:
-        """Return the plans that come next, each with the reason why it is not the first."""
-        assert self.best is not None
-        return [(one, compared(one.speed, self.best.speed)) for one in self.plans[1:]]
+_NO_SEQUENCE = "with fewer ranks along the sequence it has room, and moves less"
 
 
 @dataclass
@@ -146,8 +61,8 @@ class Search:
     has_disk: bool = False
     _found: list[tuple[PlanClass, PeakLines | PlanReport]] = field(default_factory=list)
     _dropped: list[Dropped] = field(default_factory=list)
-    # of peaks with a sequence, by whether blocks are recomputed, and by tensor ranks
-    _growth: dict[tuple[bool, int | None], dict[str, int]] = field(default_factory=dict)
+    # of peaks with a sequence, by whether blocks are recomputed, and by tensor and sequence ranks
+    _growth: dict[tuple[bool, int | None, int | None], dict[str, int]] = field(default_factory=dict)
     _num_simulated: int = 0
 
     def run(self) -> AutoPlan:
@@ -155,49 +70,64 @@ class Search:
         tried = self.recomputes if self.model.has_choices else False
         accumulation = int(self.base.get(ACCUMULATION, 1) or 1)
         has_axes = any(ranks_along(self.base, axis) > 1 for axis in ("tensor", "pipe", "sequence", "expert"))
-        has_tensor = self.model.has_choices and not has_axes
+        block = self.model.make(1, 1, False)
         classes = structure_classes(
             self.machine,
             accumulation,
             tried,
             has_disk=self.has_disk,
-            has_tensor=has_tensor,
+            has_axes=self.model.has_choices and not has_axes,
+            layers=block.layers if isinstance(block, BlockModel) and block.hidden else 0,
         )
         self._check_batch(classes)
         with _quiet():
-            self._bound_states(classes)
-            self._simulate(classes)
+            whole = self.model.whole()
+            self._bound_states(whole, classes)
+            self._simulate([one for one in classes if one.pipe is None])
             plans = self._timed()
+            plans += self._pipelines([one for one in classes if one.pipe is not None], plans, whole)
         plans.sort(key=lambda one: one.speed)
-        return AutoPlan(_simplest_first(plans), self._dropped, self.base, self._num_simulated)
+        return AutoPlan(simplest_first(plans), self._dropped, self.base, self._num_simulated)
+
+    def _pipelines(self, classes: list[PlanClass], plans: list[Candidate], whole: nn.Module) -> list[Candidate]:
+        """Return the plans of pipelines, with the best of others to compare with."""
+
+        def plan(kind: PlanClass, config: dict[str, Any], verified: bool) -> PlanReport:
+            self._num_simulated += 1
+            machine = self.machine if verified else replace(self.machine, speeds=None)
+            return self.model.report(config, machine, self.sequence, kind.way.recomputes, verified=verified)
+
+        best = min(plans, key=lambda one: one.speed, default=None)
+        size = sum(one.numel() for one in whole.parameters())
+        base, machine, number = self.base, self.machine, self.micro_batch
+        return PipeSearch(base, machine, self.sequence, number, plan, size, best, self._dropped).run(classes)
 
     def _check_batch(self, classes: list[PlanClass]) -> None:
         """Raise if the ranks cannot share the batch in any class."""
         errors = []
-        for tensor in dict.fromkeys(one.tensor for one in classes):
+        for kind in {one.rows_shared_by: one for one in classes}.values():
             try:
-                self._per_rank(tensor)
+                self._per_rank(kind)
             except ConfigError as error:
-                errors.append(error)
+                errors.append((kind.rows_shared_by, error))
             else:
                 return
-        raise errors[0]
+        raise min(errors, key=lambda one: one[0])[1]
 
     # ------------------------------------------------------------------------------------------- what is dropped
 
-    def _bound_states(self, classes: list[PlanClass]) -> None:
+    def _bound_states(self, whole: nn.Module, classes: list[PlanClass]) -> None:
         """Drop classes that the configuration refuses, and those whose states alone have no room."""
         size, room = self.machine.ranks.size, PlanReport.room_of(self.machine)
         loaded = load({key: value for key, value in self.base.items() if key not in _BATCH})
         kind, mixed = "" if loaded.optimizer is None else loaded.optimizer.type.lower(), mixed_dtype(loaded)
-        specs = wrap_model(self.model.whole(), LeafRules())
+        specs = wrap_model(whole, LeafRules())
         for one in list(classes):
-            why = self._refusal(one)
+            why = self._refusal(one) if one.pipe is None else None  # whose micro-batches are not known yet
             if why is None and room is not None:
                 states = states_of(specs, one.way.stage, size, mixed, False, 2 if kind in _ADAM else 0)
-                least = states.stored_bytes(dict.fromkeys(states.units, one.way.place))[Tier.DEVICE] // (
-                    one.tensor or 1
-                )
+                least = states.stored_bytes(dict.fromkeys(states.units, one.way.place))[Tier.DEVICE]
+                least //= (one.tensor or 1) * (one.pipe or 1)
                 if least > room:
                     why = f"states alone take {human(least)} of a device, and {human(room)} may be used"
             if why is not None:
@@ -223,6 +153,8 @@ class Search:
                 self._dropped.append(Dropped(kind, _TOO_DEEP))
             elif not kind.is_plain and kind.plain() not in fits:
                 self._dropped.append(Dropped(kind, _NO_ZEROPP))
+            elif kind.sequence is not None and any(_is_with_less(one, kind) for one in fits):
+                self._dropped.append(Dropped(kind, _NO_SEQUENCE))
             elif self._look_at(kind):
                 fits.add(kind)
                 last = kind.depth + 1 if last is None else last
@@ -249,7 +181,7 @@ class Search:
         if len(sizes) == 1:
             self._found.append((kind, one))
             return True
-        again = kind.way.recomputes, kind.tensor
+        again = kind.way.recomputes, kind.tensor, kind.sequence
         if again not in self._growth:
             other = self._plan(kind, sizes[1], verified=False)
             between = sizes[1] - sizes[0]
@@ -265,25 +197,22 @@ class Search:
         """Return the micro-batches that may be chosen, all of them or the first two of many."""
         if self.micro_batch is not None or not self.model.has_batches:
             return [self.micro_batch or int(self.base.get(MICRO, 1) or 1)]
-        per_rank = self._per_rank(kind.tensor)
+        per_rank = self._per_rank(kind)
         return [1, 2] if per_rank is None else [one for one in range(1, per_rank + 1) if per_rank % one == 0]
 
-    def _per_rank(self, tensor: int | None = None) -> int | None:
-        """Return the sequences of each rank in a step if the configuration says how many all ranks have.
-
-        `tensor`: the ranks that share them along a tensor axis of a class.
-        """
+    def _per_rank(self, kind: PlanClass) -> int | None:
+        """Return the sequences of each rank of a class in a step if the configuration says how many all ranks have."""
         train = self.base.get(TRAIN)
         if not isinstance(train, int):
             return None
-        sharing = max(1, self.machine.ranks.size // (ranks_of_batch(self.base) * (tensor or 1)))
+        sharing = max(1, self.machine.ranks.size // (ranks_of_batch(self.base) * kind.rows_shared_by))
         if train % sharing:
             raise ConfigError(f"{TRAIN} is {train}, which {sharing} ranks cannot share evenly: use a multiple")
         return train // sharing
 
     def _config(self, kind: PlanClass, micro_batch: int) -> dict[str, Any]:
         base = self.base
-        if (per_rank := self._per_rank(kind.tensor)) is not None:
+        if (per_rank := self._per_rank(kind)) is not None:
             base = {key: value for key, value in base.items() if key != ACCUMULATION}
             assert per_rank % micro_batch == 0
         return kind.config(base, micro_batch)
@@ -322,7 +251,7 @@ class Search:
 
     def _allowed(self, number: int, kind: PlanClass) -> int:
         """Return the largest micro-batch up to a number that may be chosen."""
-        if self._per_rank(kind.tensor) is None:
+        if self._per_rank(kind) is None:
             return min(number, MOST)
         return max(one for one in self._micro_batches(kind) if one <= max(1, number))
 
@@ -332,7 +261,7 @@ class Search:
 
         if isinstance(found, PlanReport):
             number, report = found.config[MICRO], plan(found.config[MICRO])
-        elif self._per_rank(kind.tensor) is None:
+        elif self._per_rank(kind) is None:
             number, report = confirmed(plan, found, MOST)
         else:
             numbers = [one for one in reversed(self._micro_batches(kind)) if one <= max(1, found.largest())]
@@ -345,24 +274,9 @@ class Search:
         return Candidate(kind, number, report, self.sequence)
 
 
-def _simplest_first(plans: list[Candidate]) -> list[Candidate]:
-    """Return the plans with the simplest of the fastest first.
-
-    Quantised collectives must save a tenth of the time to come before exact ones. Less than `ALIKE` of a difference is
-    below what a simulation can tell, and so decides nothing.
-    """
-    if not plans:
-        return plans
-    exact = next((one for one in plans if not one.kind.quantised), None)
-    first = plans[0]
-    if exact is not None and first.kind.quantised and first.speed.cost >= WORTH_IT * exact.speed.cost:
-        first = exact
-    near = [one for one in plans if one.speed.cost <= ALIKE * first.speed.cost]
-    alike = [one for one in near if first.kind.quantised or not one.kind.quantised]
-    first = min(
-        alike, key=lambda one: (one.kind.depth, one.kind.quantised, one.kind.tensor or 1, one.kind.hpz, one.speed)
-    )
-    return [first, *(one for one in plans if one is not first)]
+def _is_with_less(one: PlanClass, other: PlanClass) -> bool:
+    """Return whether a class is another one with fewer ranks along the sequence."""
+    return replace(one, sequence=None) == replace(other, sequence=None) and (one.sequence or 1) < (other.sequence or 1)
 
 
 @contextmanager

@@ -7,7 +7,7 @@ import copy
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -19,15 +19,19 @@ from shardwell import checkpointing, virtual_time
 from shardwell.engine import Engine
 from shardwell.errors import ShardwellError
 from shardwell.memory import StateKind, Tier
-from shardwell.memory.device import observed_statistics
+from shardwell.memory.device import MemoryStats, observed_statistics
 from shardwell.memory.machine import SimulatedMachine, simulated
+from shardwell.pipeline.operations import Operation, Pass
 from shardwell.plan.fused_kernels import FusedKernels
 from shardwell.plan.live_tensors import LiveTensors
 from shardwell.plan.recording import ACTIVATIONS, ReceivedBytes, Recording
 
 MOMENTS = ("forward", "backward", "step")
+LAST_BACKWARD = "last backward"  # of a stage of a pipeline: after it gradients are reduced
 _FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
 FEWEST_STEPS, STEPS = 2, 3  # the first allocates state; the third must take what the second took
+
+_ROUNDED = 4096  # bytes: a few blocks of the allocator
 
 Numbers = dict[str, int]
 
@@ -41,6 +45,7 @@ class StepCosts:
     rest: Numbers  # "state tier": bytes between steps
     peaks: Numbers  # "moment tier": bytes
     at_peak: Numbers  # by state, and "activations": the device at its highest peak
+    at_moments: dict[str, Numbers]  # the same, at the peak of each moment
     largest_unit: tuple[str, int]  # its name and its bytes when it is unsharded
     traffic: Numbers  # "kind hop": bytes received in a step
     calls: Numbers  # by kind: collectives in a step
@@ -72,11 +77,23 @@ def along(one: StepCosts, other: StepCosts, number: Callable[[int, int], int]) -
         numbers(one.rest, other.rest),
         numbers(one.peaks, other.peaks),
         numbers(one.at_peak, other.at_peak),
+        {name: numbers(states, other.at_moments[name]) for name, states in one.at_moments.items()},
         one.largest_unit if one.largest_unit == other.largest_unit else ("", 0),
         numbers(one.traffic, other.traffic),
         numbers(one.calls, other.calls),
         numbers(one.copies, other.copies),
         one.kept if one.kept == other.kept else ("",) * max(len(one.kept), len(other.kept)),
+    )
+
+
+def are_alike(predicted: StepCosts, found: StepCosts) -> bool:
+    """Return whether all numbers are equal; in peaks, small tensors of a size by depth may be rounded up once more."""
+    apart: dict[str, Any] = {"peaks": {}, "at_peak": {}, "at_moments": {}, "largest_unit": ("", 0)}
+    exact = replace(predicted, **apart) == replace(found, **apart)
+    pairs = [(predicted.peaks, found.peaks), (predicted.at_peak, found.at_peak)]
+    return exact and all(
+        ours.keys() == theirs.keys() and all(abs(ours[key] - theirs[key]) <= _ROUNDED for key in ours)
+        for ours, theirs in pairs
     )
 
 
@@ -138,11 +155,11 @@ def _measured(
                 before = (live.to_host, live.to_device, *((disk.num_read, disk.num_written) if disk else (0, 0)))
                 if recording is not None:
                     recording.begin_step()
-                peaks, at_peak = _step(engine, forward, live, trains)
+                peaks = _step(engine, forward, live, trains)
                 after = (live.to_host, live.to_device, *((disk.num_read, disk.num_written) if disk else (0, 0)))
                 names = ("to host", "to device", "disk read", "disk written")
                 copies = {name: b - a for name, a, b in zip(names, before, after, strict=True)}
-                found.append(_costs(engine, peaks, at_peak, copies))
+                found.append(_costs(engine, peaks, copies))
     finally:
         stats.changed = live.recording = None
     if steps > FEWEST_STEPS and found[-1].rest != found[-2].rest:
@@ -182,58 +199,94 @@ def _num_bytes(tensor: Tensor, state: dict[str, Any]) -> int:
     return 2 * (tensor.nbytes + kept) + (0 if tensor.grad is None else tensor.grad.nbytes)
 
 
+class _Peaks:
+    """The bytes at the peak of each moment of a step."""
+
+    def __init__(self, stats: MemoryStats, live: LiveTensors) -> None:
+        self._stats, self._live = stats, live
+        self._name = ""  # of the moment that goes on
+        self.sizes: Numbers = {}  # "moment tier"
+        self.states: dict[str, Numbers] = {}  # of the device, by moment
+
+    @contextlib.contextmanager
+    def moment(self, name: str) -> Iterator[None]:
+        """Look for the peak of a moment, which may end before."""
+        self.begin(name)
+        with self._live:
+            yield
+        self._end()
+
+    def begin(self, name: str) -> None:
+        """Begin a moment, and end the one that goes on."""
+        if self._name:
+            self._end()
+        self._name = name
+        self._live.begin_moment(name)
+
+    def _end(self) -> None:
+        report, name = self._stats.report(), self._name
+        peak = max(self._live.peak, report.total(tier=Tier.DEVICE, at_peak=True))
+        if peak > self.sizes.get(f"{name} {Tier.DEVICE.value}", -1):
+            states = {kind.value: report.total(kind, tier=Tier.DEVICE, at_peak=True) for kind in StateKind}
+            self.states[name] = {**states, ACTIVATIONS: peak - sum(states.values())}
+        on_disk = report.total(tier=Tier.DISK, at_peak=True)
+        for tier, size in {Tier.DEVICE: peak, Tier.HOST: self._live.host_peak, Tier.DISK: on_disk}.items():
+            key = f"{name} {tier.value}"
+            self.sizes[key] = max(self.sizes.get(key, 0), size)
+        self._name = ""
+
+
+def highest_moment(peaks: Numbers) -> str:
+    """Return the moment at which the device has its highest peak: of several, the first."""
+    return max((*MOMENTS, LAST_BACKWARD), key=lambda name: peaks.get(f"{name} {Tier.DEVICE.value}", -1))
+
+
 def _step(
     engine: Engine,
     forward: Callable[[Engine], Tensor],
     live: LiveTensors,
     trains: Callable[[Engine], object] | None,
-) -> tuple[Numbers, Numbers]:
-    """Run one step; return the bytes at the peak of each moment, and those of the device at its highest one.
-
-    A step of a pipeline is one moment, which counts as each of them.
-    """
-    stats = engine._context.memory_stats
-    peaks: Numbers = {}
-    highest: tuple[int, Numbers] = (-1, {})
-
-    @contextlib.contextmanager
-    def moment(name: str) -> Iterator[None]:
-        nonlocal highest
-        live.begin_moment(name)
-        with live:
-            yield
-        report = stats.report()
-        peak = max(live.peak, report.total(tier=Tier.DEVICE, at_peak=True))
-        if peak > highest[0]:
-            states = {kind.value: report.total(kind, tier=Tier.DEVICE, at_peak=True) for kind in StateKind}
-            others = peak - sum(states.values())
-            highest = peak, {**states, ACTIVATIONS: others}
-        on_disk = report.total(tier=Tier.DISK, at_peak=True)
-        found = {Tier.DEVICE: peak, Tier.HOST: live.host_peak, Tier.DISK: on_disk}
-        for tier, size in found.items():
-            key = f"{name} {tier.value}"
-            peaks[key] = max(peaks.get(key, 0), size)
-
+) -> _Peaks:
+    """Run one step; return the bytes at the peak of each moment."""
+    peaks = _Peaks(engine._context.memory_stats, live)
     if trains is not None:
-        with moment(MOMENTS[0]):
+        with peaks.moment(MOMENTS[0]), _noting_operations(engine, peaks):
             trains(engine)
-        for (_, tier), size in [(key.split(" "), size) for key, size in peaks.items()]:
-            peaks.update({f"{name} {tier}": size for name in MOMENTS})
     for _ in range(engine.gradient_accumulation_steps() if trains is None else 0):
-        with moment("forward"):
+        with peaks.moment("forward"):
             loss = forward(engine)
-        with moment("backward"):
+        with peaks.moment("backward"):
             engine.backward(loss)
             del loss
-        with moment("step"):
+        with peaks.moment("step"):
             engine.step()
     if engine.optimizer is not None:
         engine.optimizer.settle()
     engine._context.device.num_steps += 1
-    return peaks, highest[1]
+    return peaks
 
 
-def _costs(engine: Engine, peaks: Numbers, at_peak: Numbers, copies: Numbers) -> StepCosts:
+@contextlib.contextmanager
+def _noting_operations(engine: Any, peaks: _Peaks) -> Iterator[None]:
+    """Let each operation of a pipeline begin a moment, and the update."""
+    note, update, last = engine.note, engine._apply_gradients, engine.schedule.last_gradients
+
+    def noted(operation: Operation) -> None:
+        peaks.begin(LAST_BACKWARD if operation in last else MOMENTS[operation.kind is not Pass.FORWARD])
+        note(operation)
+
+    def updated() -> None:
+        peaks.begin(MOMENTS[2])
+        update()
+
+    engine.__dict__ |= {"note": noted, "_apply_gradients": updated}
+    try:
+        yield
+    finally:
+        del engine.__dict__["note"], engine.__dict__["_apply_gradients"]
+
+
+def _costs(engine: Engine, peaks: _Peaks, copies: Numbers) -> StepCosts:
     report, traffic = engine.memory(), engine.traffic()
     rest: Counter[str] = Counter()
     for (state, _, tier), size in report.now.items():
@@ -247,8 +300,9 @@ def _costs(engine: Engine, peaks: Numbers, at_peak: Numbers, copies: Numbers) ->
         sum(numel for numel, _ in numels),
         sum(numel for numel, trains in numels if trains),
         dict(sorted(rest.items())),
-        peaks,
-        at_peak,
+        peaks.sizes,
+        peaks.states[highest_moment(peaks.sizes)],
+        peaks.states,
         max(units.items(), key=lambda pair: pair[1], default=("", 0)),
         {f"{kind.value} {hop}": size for (kind, hop), size in traffic.received.items() if size},
         {kind.value: number for kind, number in traffic.calls.items() if number},

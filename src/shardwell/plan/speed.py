@@ -15,6 +15,7 @@ from typing import Any
 from shardwell.memory.statistics import human
 from shardwell.plan.axes import ranks_along
 from shardwell.plan.report import PlanReport
+from shardwell.virtual_time.speeds import Speeds
 
 WORTH_IT = 0.9  # of the time with exact collectives: quantised ones must be at least this much faster
 ALIKE = 1.03  # a ratio up to which two plans are said to be alike
@@ -68,10 +69,8 @@ def _bound(report: PlanReport, tokens: int, hops: Mapping[str, float], *, recomp
     speeds, costs = report.machine.speeds, report.costs
     if speeds is None:
         return 0.0
-    dtype = "bf16" if (report.config.get("bf16") or {}).get("enabled") else "fp16"
-    fastest = max(rate for _, rate in speeds.matmul_in(dtype).points)
-    passes = 2 * costs.num_parameters * (2 if recomputes else 1) + 4 * costs.num_trainable  # forward, backward
-    each = passes * report.active_share
+    fastest = matmul_rate(speeds, report.config)
+    each = passes_of_token(costs.num_parameters, costs.num_trainable, recomputes=recomputes) * report.active_share
     tokens //= ranks_along(report.config, "sequence")
     per_node = report.machine.local_world_size(report.num_ranks)
     return max(
@@ -83,6 +82,17 @@ def _bound(report: PlanReport, tokens: int, hops: Mapping[str, float], *, recomp
         per_node * costs.copies.get("disk read", 0) / speeds.disk_read,
         per_node * costs.copies.get("disk written", 0) / speeds.disk_write,
     )
+
+
+def matmul_rate(speeds: Speeds, config: Mapping[str, Any]) -> float:
+    """Return the most FLOP/s that matrix products reach."""
+    dtype = "bf16" if (config.get("bf16") or {}).get("enabled") else "fp16"
+    return max(rate for _, rate in speeds.matmul_in(dtype).points)
+
+
+def passes_of_token(num_parameters: int, num_trainable: int, *, recomputes: bool) -> int:
+    """Return the FLOPs of a token's matrix products, forward and backward."""
+    return 2 * num_parameters * (2 if recomputes else 1) + 4 * num_trainable
 
 
 def compared(one: PlanSpeed, best: PlanSpeed) -> str:

@@ -1,74 +1,191 @@
-"""Plans of pipelines: the stages whose ranks can need most, and micro-batches beyond those that fill the pipeline."""
+"""Plans of pipelines: memory and traffic of the stage whose device has the highest peak.
+
+A rank of a 1f1b schedule is simulated with few blocks and few micro-batches in flight. Its bytes at rest are a constant
+and an amount for each block, peaks have another amount for each block and micro-batch in flight, and what it moves one
+for each block and micro-batch. A larger simulation must agree, but for the allocator's rounding; otherwise, and for
+other schedules, the first, second and last stage are simulated whole.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import replace
-from typing import Any
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
-import torch
+from shardwell.pipeline.simulation import most_in_flight
+from shardwell.plan.pipes import ONE_F_ONE_B, Pipe, PipeRun, StagePart
+from shardwell.plan.simulation import (
+    FEWEST_STEPS,
+    LAST_BACKWARD,
+    MOMENTS,
+    STEPS,
+    StepCosts,
+    along,
+    are_alike,
+    highest_moment,
+    simulate,
+)
 
-import shardwell
-from shardwell.engine import Engine
-from shardwell.errors import ConfigError
-from shardwell.memory.machine import SimulatedMachine
-from shardwell.plan.simulation import BlockModel, StepCosts, along, simulate
+_FEWEST, _FEWEST_AT_3 = 2, 4  # blocks of a stage: at stage 3 two of them are all-gathered ahead of one that computes
+_IN_FLIGHT = 2  # micro-batches, from which on each more adds the same
+_FILLED = 2  # micro-batches beyond those in flight: one is received ahead while another one computes
 
 
-def num_stages(config: Any) -> int:
-    """Return the pipeline stages that a configuration asks for."""
-    block = config.get("pipeline") if isinstance(config, Mapping) else None
-    return int(block.get("stages", 1)) if isinstance(block, Mapping) else 1
+def of_stages(pipe: Pipe, *, is_below: bool, verified: bool) -> tuple[StepCosts, list[str]]:
+    """Return what a rank of the stage takes whose device has the highest peak.
 
-
-def of_stages(
-    model: BlockModel, config: dict[str, Any], machine: SimulatedMachine, stages: int
-) -> tuple[StepCosts, list[str]]:
-    """Return what a rank of the stage takes whose device has the highest peak, of the first, second and last one.
-
-    The stages between hold fewer micro-batches than the second, and blocks alone.
+    `is_below`: states may be stored below the device, where buffers depend on the number of blocks.
     """
-    size = machine.ranks.size
-    if size % stages or not model.hidden:
-        raise ConfigError(f"pipeline.stages: {size} ranks and this model cannot be divided into {stages} stages")
-    found = {}
-    for stage in sorted({0, min(1, stages - 1), stages - 1}):
-        at = replace(machine, ranks=replace(machine.ranks, rank=stage * (size // stages)))
-        found[stage] = _of_stage(model, config, at, stages)
-    worst = max(found, key=lambda stage: max(size for key, size in found[stage].peaks.items() if "device" in key))
-    words = ", ".join(str(stage) for stage in found)
-    return found[worst], [
-        f"stages {words} of {stages} were simulated; the figures are of a rank of stage {worst}, whose peak is highest",
-        "forwards of a pipeline are between its backwards: its peaks are of whole steps",
+    found = None
+    if pipe.schedule.name == ONE_F_ONE_B and pipe.num_micro_batches > pipe.num_ranks and not is_below:
+        found = _of_few(pipe, verified)
+        words = f"all {pipe.num_ranks} stages follow from few blocks and micro-batches of the first, second and last"
+    if found is None:
+        ends = sorted({0, min(1, pipe.num_ranks - 1), pipe.num_ranks - 1})
+        found = {rank: _of_whole(pipe, rank) for rank in ends}
+        words = f"stages {', '.join(map(str, found))} of {pipe.num_ranks} were simulated"
+    costs = found
+    worst = max(costs, key=lambda rank: max(size for key, size in costs[rank].peaks.items() if "device" in key))
+    return _folded(costs[worst]), [
+        f"{words}; the figures are of a rank of stage {worst}, whose peak is highest",
+        "forwards of a pipeline are between its backwards: their peaks are those while a pass of their kind runs",
     ]
 
 
-def _of_stage(model: BlockModel, config: dict[str, Any], machine: SimulatedMachine, stages: int) -> StepCosts:
+def _folded(costs: StepCosts) -> StepCosts:
+    """Return costs whose last backward, which is a moment of its own, is one of the backwards."""
+    peaks = {key: size for key, size in costs.peaks.items() if not key.startswith(LAST_BACKWARD)}
+    for key, size in costs.peaks.items():
+        if key.startswith(LAST_BACKWARD):
+            same = key.replace(LAST_BACKWARD, MOMENTS[1])
+            peaks[same] = max(peaks.get(same, 0), size)
+    return replace(costs, peaks=peaks)
+
+
+def like(pipe: Pipe, rank: int) -> int:
+    """Return the rank that is simulated for one: stages in the middle have blocks alone."""
+    return rank if rank in (0, pipe.num_ranks - 1) else 1
+
+
+def _ran(run: PipeRun, steps: int = STEPS) -> StepCosts:
+    def forward(engine: object) -> None:
+        raise AssertionError("a stage of a pipeline runs whole steps")
+
+    return simulate(run.build(), run.config, run.machine, forward, trains=run.trains, steps=steps)  # type: ignore[arg-type]
+
+
+# ---------------------------------------------------------------------------------------------------------- all blocks
+
+
+def _of_whole(pipe: Pipe, rank: int) -> StepCosts:
     """Simulate a stage; with more micro-batches than fill the pipeline, each further one adds the same bytes moved."""
-    asked = int(config.get("gradient_accumulation_steps", 1))
-    few = (stages + 1, stages + 2)
-    if asked <= few[1]:
-        return _run(model, config, machine, asked)
-    one, other = (_run(model, config, machine, number) for number in few)
+    asked, few = pipe.num_micro_batches, (pipe.num_ranks + 1, pipe.num_ranks + 2)
+    if asked <= few[1] or pipe.schedule.num_chunks > 1:
+        return _ran(pipe.whole(rank))
+    one, other = (_ran(pipe.whole(rank, number)) for number in few)
     return along(one, other, lambda first, second: first + (second - first) * (asked - few[0]))
 
 
-def _run(model: BlockModel, config: dict[str, Any], machine: SimulatedMachine, number: int) -> StepCosts:
-    settings = {key: value for key, value in config.items() if key != "train_batch_size"}
-    settings["gradient_accumulation_steps"] = number
-    batch = model.inputs[0]
-    dtype = next((kind for key, kind in _DTYPES.items() if (config.get(key) or {}).get("enabled")), torch.float32)
-    hidden = torch.empty(*batch.shape, model.hidden, dtype=dtype, device="meta")
-
-    def trains(engine: Any) -> None:
-        engine.expect_hidden(hidden)
-        engine.train_batch(iter([batch] * number))
-
-    def forward(engine: Engine) -> Any:
-        raise AssertionError("a stage of a pipeline runs whole steps")
-
-    split: Any = shardwell.pipeline.split(model.build(model.layers))
-    return simulate(split, settings, machine, forward, trains=trains)
+# ---------------------------------------------------------------------------------------------------------- few blocks
 
 
-_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+def fewest_blocks(pipe: Pipe) -> int:
+    """Return the blocks of a stage from which on each more adds the same."""
+    return _FEWEST_AT_3 if pipe.config.get("zero_optimization", {}).get("stage") == 3 else _FEWEST
+
+
+def _of_few(pipe: Pipe, verified: bool) -> dict[int, StepCosts] | None:
+    """Return what the ranks take, by rank; None if a larger simulation does not agree.
+
+    If it need not be `verified`, blocks and micro-batches are taken to add to all stages what they add to the first,
+    though stages between have more messages.
+    """
+    found: dict[int, StepCosts] = {}
+    lines: dict[int, _Lines | _Shifted] = {}
+    for rank in range(pipe.num_ranks):
+        one = like(pipe, rank)
+        if one not in lines:
+            lines[one] = made = _Lines.of(pipe, one) if verified or not one else _Shifted.of(pipe, one, lines[0])
+            if verified and isinstance(made, _Lines) and not made.is_confirmed():
+                return None
+        target = StagePart(pipe.num_blocks(rank), most_in_flight(pipe.schedule, rank), pipe.num_micro_batches)
+        found[rank] = lines[one].at(target)
+    return found
+
+
+def _smallest(pipe: Pipe, rank: int) -> StagePart:
+    flying = min(_IN_FLIGHT, most_in_flight(pipe.schedule, rank))
+    return StagePart(fewest_blocks(pipe), flying, flying + _FILLED)
+
+
+@dataclass(frozen=True)
+class _Shifted:
+    """What a rank takes if it differs from another one by a constant."""
+
+    other: _Lines | _Shifted
+    shift: StepCosts
+
+    @classmethod
+    def of(cls, pipe: Pipe, rank: int, other: _Lines | _Shifted) -> _Shifted:
+        """Simulate one part of a rank."""
+        part = _smallest(pipe, rank)
+        own = _ran(pipe.few(rank, part), FEWEST_STEPS)
+        return cls(other, along(own, other.at(part), lambda ours, theirs: ours - theirs))
+
+    def at(self, target: StagePart) -> StepCosts:
+        """Return what the rank takes with other numbers."""
+        base = self.other.at(target)
+        found = along(base, self.shift, lambda first, second: first + second)
+        return replace(found, largest_unit=base.largest_unit, at_peak=found.at_moments[highest_moment(found.peaks)])
+
+
+@dataclass(frozen=True)
+class _Lines:
+    """What a rank takes with one of two numbers of blocks, and one of two numbers of micro-batches."""
+
+    pipe: Pipe
+    rank: int
+    parts: tuple[StagePart, StagePart]  # the fewest blocks with the fewest micro-batches; more of both
+    costs: tuple[tuple[StepCosts, StepCosts], tuple[StepCosts, StepCosts]]  # by blocks, then by micro-batches
+
+    @classmethod
+    def of(cls, pipe: Pipe, rank: int) -> _Lines:
+        """Simulate the four."""
+        small = _smallest(pipe, rank)
+        # Of what is in flight more is of use only where the whole schedule has more.
+        more = min(small.in_flight + 1, most_in_flight(pipe.schedule, rank))
+        large = StagePart(small.blocks + 1, more, small.micro_batches + 1)
+        one, other = (
+            (
+                _ran(pipe.few(rank, replace(small, blocks=number)), FEWEST_STEPS),
+                _ran(pipe.few(rank, replace(large, blocks=number)), FEWEST_STEPS),
+            )
+            for number in (small.blocks, large.blocks)
+        )
+        return cls(pipe, rank, (small, large), (one, other))
+
+    def at(self, target: StagePart) -> StepCosts:
+        """Return what a rank takes with other numbers."""
+        small, large = self.parts
+
+        def line(begin: int, end: int, place: int) -> Callable[[int, int], int]:
+            return lambda first, second: first + (second - first) * (place - begin) // max(1, end - begin)
+
+        by_block = line(small.blocks, large.blocks, target.blocks)
+        fewer, more = (along(self.costs[0][at], self.costs[1][at], by_block) for at in (0, 1))
+        held = along(fewer, more, line(small.in_flight, large.in_flight, target.in_flight))
+        moved = along(fewer, more, line(small.micro_batches, large.micro_batches, target.micro_batches))
+        return replace(
+            held,
+            at_peak=held.at_moments[highest_moment(held.peaks)],
+            traffic=moved.traffic,
+            calls=moved.calls,
+            copies=moved.copies,
+            largest_unit=max((one.largest_unit for pair in self.costs for one in pair), key=lambda unit: unit[1]),
+        )
+
+    def is_confirmed(self) -> bool:
+        """Simulate more of both, with a step more; return whether that is what the four predict."""
+        large = self.parts[1]
+        most = most_in_flight(self.pipe.schedule, self.rank)
+        next_one = StagePart(large.blocks + 1, min(most, large.in_flight + 1), large.micro_batches + 1)
+        return are_alike(self.at(next_one), _ran(self.pipe.few(self.rank, next_one)))

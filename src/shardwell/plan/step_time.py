@@ -39,6 +39,7 @@ from shardwell.virtual_time.virtual_clock import (
 
 # The first makes state. Later ones wait for what the one before has begun, which below the device changes the second.
 _STEPS, _STEPS_BELOW = 2, 3
+BUBBLE = "bubble"  # of a pipeline: the rank has nothing to do
 _GROUPS = {  # what bounds a step, in words
     COMPUTE: "compute",
     INSIDE: "link",
@@ -49,6 +50,7 @@ _GROUPS = {  # what bounds a step, in words
     DISK: "disk",
     HOST: "host",
     IDLE: "host",
+    BUBBLE: "pipeline",
 }
 _KINDS = {
     TrafficKind.ALL_GATHER: "all-gather",
@@ -156,56 +158,87 @@ def timed(clock: VirtualClock) -> Iterator[None]:
         virtual_time.clock = before
 
 
-def simulate_time(
-    model: nn.Module, config: Any, machine: SimulatedMachine, forward: Callable[[Engine], Tensor]
-) -> StepTime:
-    """Run steps of a model on the meta device as one rank of a machine with speeds; return the time of the last."""
+@dataclass(frozen=True)
+class TimedEngine:
+    """An engine of a simulation that keeps virtual time."""
+
+    engine: Any
+    clock: VirtualClock
+    kernels: TimedKernels  # a mode in which the engine's operations take time
+    trace: Labels
+
+    @property
+    def num_steps(self) -> int:
+        """The steps of which the last is like all that follow."""
+        is_below = any(self.engine.memory().total(tier=tier) for tier in (Tier.HOST, Tier.DISK))
+        return _STEPS_BELOW if is_below else _STEPS
+
+    @property
+    def peak_flops(self) -> float:
+        """The FLOP/s that the vendor states, in the dtype of most parameters."""
+        dtype = {"torch.bfloat16": "bf16", "torch.float16": "fp16"}.get(str(_compute_dtype(self.engine)), "fp32")
+        return self.clock.speeds.matmul_in(dtype).peak
+
+    def settle(self) -> None:
+        """Do what workers have not done yet of the last step, and is a part of it."""
+        if self.engine.optimizer is not None:
+            with self.kernels:
+                self.engine.optimizer.settle()
+
+
+@contextlib.contextmanager
+def timed_engine(model: nn.Module, config: Any, machine: SimulatedMachine) -> Iterator[TimedEngine]:
+    """Build an engine on the meta device as one rank of a machine with speeds."""
     assert machine.speeds is not None
     here = machine.local_world_size(machine.ranks.size)
     clock = VirtualClock(machine.speeds, has_gpus=machine.has_gpus, local_ranks=here)
     with simulated(machine), timed(clock):
         checkpointing.reset()  # what it knows of another machine
         engine = shardwell.initialize(model=model, config=config).engine
+        device, trace = engine._context.device, Labels(clock, [unit.name for unit in engine._scheduler.units])
+        clock.is_on_device = device.is_on_device if device.has_device_memory else lambda _: True
+        engine._context.roles.shard.traffic.observer = _Names(clock)
+        fuse_updates(engine)
+        modes = FusedKernels(has_gpus=device.has_device_memory), naming_lines(), engine._scheduler.recording(trace)
         try:
-            return _of_last_step(engine, forward, clock)
+            with modes[0], modes[1], modes[2]:
+                yield TimedEngine(engine, clock, TimedKernels(clock, device), trace)
         finally:
             engine._context.close()
             checkpointing.reset()
 
 
-def _of_last_step(engine: Engine, forward: Callable[[Engine], Tensor], clock: VirtualClock) -> StepTime:
-    device, trace = engine._context.device, _Labels(clock, [unit.name for unit in engine._scheduler.units])
-    clock.is_on_device = device.is_on_device if device.has_device_memory else lambda _: True
-    engine._context.roles.shard.traffic.observer = _Names(clock)
-    fuse_updates(engine)
-    modes = TimedKernels(clock, device)
-    is_below = any(engine.memory().total(tier=tier) for tier in (Tier.HOST, Tier.DISK))
+def simulate_time(
+    model: nn.Module, config: Any, machine: SimulatedMachine, forward: Callable[[Engine], Tensor]
+) -> StepTime:
+    """Run steps of a model on the meta device as one rank of a machine with speeds; return the time of the last."""
+    with timed_engine(model, config, machine) as run:
+        return _of_last_step(run, forward)
+
+
+def _of_last_step(run: TimedEngine, forward: Callable[[Engine], Tensor]) -> StepTime:
+    engine, clock, kernels = run.engine, run.clock, run.kernels
     ends, moved, flops = [clock.now().time], [Counter(clock.moved)], 0.0
-    with FusedKernels(has_gpus=device.has_device_memory), naming_lines(), engine._scheduler.recording(trace):
-        for _ in range(_STEPS_BELOW if is_below else _STEPS):
-            flops = 0.0
-            for _ in range(engine.gradient_accumulation_steps()):
-                before = clock.flops
-                clock.label = "forward"
-                with modes:
-                    loss = forward(engine)
-                flops += 3 * (clock.flops - before)
-                clock.label = "backward"
-                with modes:
-                    engine.backward(loss)
-                    del loss
-                clock.label = "step"
-                with modes:
-                    engine.step()
-            ends.append(clock.now().time)
-            moved.append(Counter(clock.moved))
-        if engine.optimizer is not None:
-            with modes:  # what workers have not done yet of the last step is a part of it
-                engine.optimizer.settle()
-    found = replace(_read(clock, ends[-2], ends[-1]), num_bytes=dict(moved[-1] - moved[-2]))
-    dtype = {"torch.bfloat16": "bf16", "torch.float16": "fp16"}.get(str(_compute_dtype(engine)), "fp32")
-    peak = clock.speeds.matmul_in(dtype).peak
-    return replace(found, model_flops=flops, peak_flops=peak, samples=engine.train_batch_size())
+    for _ in range(run.num_steps):
+        flops = 0.0
+        for _ in range(engine.gradient_accumulation_steps()):
+            before = clock.flops
+            clock.label = "forward"
+            with kernels:
+                loss = forward(engine)
+            flops += 3 * (clock.flops - before)
+            clock.label = "backward"
+            with kernels:
+                engine.backward(loss)
+                del loss
+            clock.label = "step"
+            with kernels:
+                engine.step()
+        ends.append(clock.now().time)
+        moved.append(Counter(clock.moved))
+    run.settle()
+    found = replace(read(clock, ends[-2], ends[-1]), num_bytes=dict(moved[-1] - moved[-2]))
+    return replace(found, model_flops=flops, peak_flops=run.peak_flops, samples=engine.train_batch_size())
 
 
 def _compute_dtype(engine: Engine) -> Any:
@@ -216,8 +249,8 @@ def _compute_dtype(engine: Engine) -> Any:
     return max(sizes, key=lambda dtype: sizes[dtype], default=None)
 
 
-def _read(clock: VirtualClock, begin: float, end: float) -> StepTime:
-    """Return what happened between two times."""
+def read(clock: VirtualClock, begin: float, end: float) -> StepTime:
+    """Return what a clock's rank did between two times."""
     tasks = sorted((task for task in clock.tasks if task.end > begin and task.begin < end), key=lambda one: one.begin)
     busy: defaultdict[str, float] = defaultdict(float)
     for task in tasks:
@@ -234,15 +267,18 @@ def _read(clock: VirtualClock, begin: float, end: float) -> StepTime:
     return StepTime(end - begin, found, events, tuple(waits))
 
 
-class _Labels(Trace):
-    """A trace that tells the clock which unit computes."""
+class Labels(Trace):
+    """A trace that tells the clock which unit computes, and reads off it when the operations of a pipeline begin."""
 
     def __init__(self, clock: VirtualClock, unit_names: list[str]) -> None:
         super().__init__(unit_names)
         self._clock = clock
+        self.operations: list[tuple[str, float, float]] = []  # of a pipeline: when each begins, after so many FLOPs
 
     def add(self, action: TraceAction, unit: int, operation: str = "") -> None:
         super().add(action, unit, operation)
+        if action is TraceAction.OPERATION:
+            self.operations.append((operation, self._clock.now().time, self._clock.flops))
         words = {TraceAction.FORWARD: "forward", TraceAction.BACKWARD: "backward"}.get(action)
         if words is not None:
             self._clock.label = f"{words} {self.unit_names[unit] or '(root)'}"

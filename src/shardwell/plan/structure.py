@@ -1,16 +1,16 @@
 """The classes of plans that a search goes through: what two plans have in common that differ in the micro-batch only.
 
-A class is a way to store the states (`sharding/ways.py`) with or without what ZeRO++ adds, or with a tensor axis
-inside the node. Classes that another one dominates are not made: with several ranks stage 0 moves what stage 1 moves
-and stores more; without accumulation stage 1 moves what stage 2 moves; ZeRO++ is for several nodes. Pipelines are no
-classes: their time is not simulated.
+A class is a way to store the states (`sharding/ways.py`) with or without what ZeRO++ adds, or with axes: tensor or
+sequence ranks inside the node, or a pipeline with or without tensor ranks. Classes that another one dominates are not
+made: with several ranks stage 0 moves what stage 1 moves and stores more; without accumulation stage 1 moves what
+stage 2 moves, and with the micro-batches of a pipeline less than the others; ZeRO++ is for several nodes.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from shardwell.config import Config, ConfigBlock, load
@@ -43,12 +43,17 @@ _CHOSEN = (
 
 @dataclass(frozen=True)
 class PlanClass:
-    """A way to store states, the ranks of a secondary shard (hpZ), quantised collectives (qwZ, qgZ), tensor ranks."""
+    """A way to store states, the ranks of a secondary shard (hpZ), quantised collectives (qwZ, qgZ), and axes.
+
+    The ranks along an axis are None where they are what the configuration says.
+    """
 
     way: Way
     hpz: int = 1
     quantised: bool = False
-    tensor: int | None = None  # ranks that share each tensor; None: what the configuration says
+    tensor: int | None = None  # ranks that share each tensor
+    sequence: int | None = None  # ranks that share each sequence
+    pipe: int | None = None  # stages of a pipeline
     keeps: bool = True  # optimizer state of the first units stays on the device, as it does by default
 
     @property
@@ -63,7 +68,12 @@ class PlanClass:
 
     def plain(self) -> PlanClass:
         """Return the class without ZeRO++."""
-        return PlanClass(self.way, tensor=self.tensor)
+        return replace(self, hpz=1, quantised=False)
+
+    @property
+    def rows_shared_by(self) -> int:
+        """The ranks along axes of this class, which train on the same rows."""
+        return (self.tensor or 1) * (self.sequence or 1) * (self.pipe or 1)
 
     def config(self, base: Mapping[str, Any], micro_batch: int) -> dict[str, Any]:
         """Return a configuration of this class, with everything else as in `base`."""
@@ -75,7 +85,8 @@ class PlanClass:
             zero["zero_hpz_partition_size"] = self.hpz
         if self.quantised:
             zero |= {"zero_quantized_weights": True, "zero_quantized_gradients": True}
-        return with_axes({**base, MICRO: micro_batch, "zero_optimization": zero}, tensor=self.tensor)
+        found = {**base, MICRO: micro_batch, "zero_optimization": zero}
+        return with_axes(found, tensor=self.tensor, sequence=self.sequence, pipe=self.pipe)
 
     def __str__(self) -> str:
         words = [str(self.way), *([] if self.keeps else ["all of it"])]
@@ -85,35 +96,60 @@ class PlanClass:
             words.append("quantised collectives (qwZ, qgZ)")
         if self.tensor is not None:
             words.append(f"{self.tensor} tensor ranks")
+        if self.sequence is not None:
+            words.append(f"{self.sequence} sequence ranks")
+        if self.pipe is not None:
+            words.append(f"a pipeline of {self.pipe} stages")
         return ", ".join(words)
 
 
 def structure_classes(
-    machine: SimulatedMachine, accumulation: int, recomputes: bool | None, *, has_disk: bool, has_tensor: bool = False
+    machine: SimulatedMachine,
+    accumulation: int,
+    recomputes: bool | None,
+    *,
+    has_disk: bool,
+    has_axes: bool = False,
+    layers: int = 0,
 ) -> list[PlanClass]:
     """Return the classes that may be the fastest, those with states on the device first.
 
-    `has_tensor`: also such with a tensor axis, which stays inside a node.
+    `has_axes`: also such with a tensor or a sequence axis, which stay inside a node, and with pipelines of so many
+    stages as divide the ranks and the `layers`.
     """
     num_ranks = machine.ranks.size
     per_node = machine.local_world_size(num_ranks)
     stages = [0] if num_ranks == 1 else [1, 2, 3] if accumulation > 1 else [2, 3]
     if num_ranks == 1:  # parameters that leave the device take stage 3, also with one rank
         stages.append(3)
+    again = (False, True) if recomputes is None else (recomputes,)
     found = [
         one
         for stage in stages
         for place in (_AT_3 if stage == 3 else _BELOW_3)
         if has_disk or Tier.DISK not in place[:2]
         if num_ranks > 1 or (stage == 3) == (place.parameters is not Tier.DEVICE)
-        for again in ((False, True) if recomputes is None else (recomputes,))
-        for one in _with_zeropp(Way(stage, again, place), num_ranks, per_node)
+        for is_again in again
+        for one in _with_zeropp(Way(stage, is_again, place), num_ranks, per_node)
     ]
-    if has_tensor:
-        degrees = [2**power for power in range(1, per_node.bit_length()) if per_node % 2**power == 0]
+    if has_axes:
+        degrees = _powers(per_node, per_node)
         plain = [one for one in found if one.is_plain and not one.depth and one.way.stage]
-        found += [PlanClass(one.way, tensor=degree) for degree in degrees for one in plain]
+        found += [replace(one, tensor=degree) for degree in degrees for one in plain]
+        found += [replace(one, sequence=degree) for degree in degrees for one in plain]
+        found += [
+            PlanClass(Way(1, is_again, TierPlacement()), tensor=tensor, pipe=pipe)
+            for pipe in _powers(num_ranks, min(layers, num_ranks))
+            for tensor in (None, *degrees)
+            if num_ranks % (pipe * (tensor or 1)) == 0
+            for is_again in again
+        ]
     return sorted(found, key=lambda one: one.depth)
+
+
+def _powers(number: int, most: int) -> list[int]:
+    """Return the powers of 2, from 2 up to a number, that divide another one."""
+    return [2**power for power in range(1, most.bit_length()) if number % 2**power == 0]
 
 
 def _with_zeropp(way: Way, num_ranks: int, per_node: int) -> Iterator[PlanClass]:

@@ -16,7 +16,7 @@ from shardwell.memory.machine import SimulatedMachine
 from shardwell.plan.estimate import fewest_blocks
 from shardwell.plan.forms import Forms, StructureClass, compare, make_forms
 from shardwell.plan.models import PlanModel
-from shardwell.plan.simulation import BlockModel
+from shardwell.plan.simulation import FEWEST_STEPS, BlockModel
 from shardwell.plan.terms import SEQUENCE, NoFormError, Point
 from shardwell.sharding.layout import TensorSpec, make_layout
 
@@ -178,7 +178,7 @@ class Asked:
         for nodes, local, is_in in reversed(offered):
             if is_in and nodes * local > plan[0] * plan[1]:
                 try:
-                    compare(found, forms, Point(nodes, local, 2, self.sequence, found.first_depth + 2))
+                    compare(found, forms, Point(nodes, local, 2, self.sequence, found.first_depth), FEWEST_STEPS)
                 except NoFormError:
                     continue
                 return nodes * local

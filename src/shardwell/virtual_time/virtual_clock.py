@@ -264,17 +264,28 @@ class VirtualClock:
         return LanePoint(lane.at, lane)
 
     def _move(self, lane: Lane, name: str, inside: int, between: int, nodes: int, between_each: float | None) -> None:
-        speeds, name = self.speeds, self.collective or name
+        resource, seconds = self.link_seconds(inside, between, nodes, between_each)
+        # What is ready while the link is busy runs beside that, on another communicator: together they may be faster.
+        is_faster = resource is INSIDE and self.speeds.two_communicators > 1.0
+        if is_faster and self._resources[INSIDE].is_busy(max(lane.at, self.thread.at)):
+            _, seconds = self.link_seconds(inside, between, nodes, between_each, is_beside=True)
+        self._work(lane, resource, seconds, self.collective or name, inside + between)
+
+    def link_seconds(
+        self, inside: int, between: int, nodes: int, between_each: float | None = None, *, is_beside: bool = False
+    ) -> tuple[str, float]:
+        """Return the link that bytes go over, and the seconds that they take.
+
+        `is_beside`: links inside a node work for another communicator already.
+        """
+        speeds = self.speeds
         across = (between if between_each is None else between_each) / speeds.between
         within = (inside if between_each is None else inside + between) / speeds.inside
-        is_across = nodes > 1 and across >= within
+        resource = BETWEEN if nodes > 1 and (across >= within or not inside) else INSIDE
+        if is_beside:
+            return resource, max(across, within / speeds.two_communicators)
         latency = speeds.inside_seconds + speeds.between_seconds * math.log2(max(1, nodes))
-        resource = BETWEEN if is_across or (nodes > 1 and not inside) else INSIDE
-        # What is ready while the link is busy runs beside that, on another communicator: together they may be faster.
-        is_faster = resource is INSIDE and speeds.two_communicators > 1.0
-        if is_faster and self._resources[INSIDE].is_busy(max(lane.at, self.thread.at)):
-            latency, within = 0.0, within / speeds.two_communicators
-        self._work(lane, resource, latency + max(across, within), name, inside + between)
+        return resource, latency + max(across, within)
 
     def _work(self, lane: Lane, resource: str, seconds: float, name: str, num_bytes: int) -> None:
         if lane.at < self.thread.at:
