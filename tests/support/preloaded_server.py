@@ -65,9 +65,7 @@ def main() -> None:
     connection = socket.socket(fileno=int(sys.argv[1]))
     request, files = _serve(connection)  # returns in a child
     given = None
-    while given is None and _may_start_others(
-        request["args"]
-    ):  # with a server of its own, which others are forked from
+    while given is None and _may_start_others(request["args"]):  # others are forked from a server of its own
         given, theirs = socket.socketpair()
         if os.fork() == 0:
             given.close()
@@ -104,6 +102,7 @@ def _serve(connection: socket.socket) -> tuple[dict[str, Any], list[int]]:
             os.close(begun)
             _take_session(request)
             os.close(begins)
+            _enter(request["namespaces"])  # here, so that a server of the process forks others inside of them
             return request, files
         os.close(begins)
         os.read(begun, 1)  # the one who asked may signal the group of the process
@@ -162,7 +161,6 @@ def _take_session(request: dict[str, Any]) -> None:
 def _become(request: dict[str, Any], base: list[str]) -> None:
     """Take on the directory, environment and paths that the process was asked for with."""
     _prctl(_PR_SET_NAME, os.path.basename(sys.executable).encode())
-    _enter(request["namespaces"])
     os.chdir(request["cwd"])
     os.environ.clear()
     os.environ.update(request["env"])
