@@ -306,5 +306,6 @@ def plain_words(sentence: str, folder: str) -> str:
     """Without what differs from run to run, and on one line."""
     sentence = re.sub(re.escape(folder) + r"[\w/.-]*", "FOLDER", sentence)
     sentence = re.sub(r"0x[0-9a-f]+", "0x...", sentence)
+    sentence = re.sub(r"\(on this rank, \d+\)", "(on this rank)", sentence)  # the first one that fails
     sentence = " ".join(sentence.split())
     return sentence if len(sentence) <= 400 else sentence[:397] + "..."

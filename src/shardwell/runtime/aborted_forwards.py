@@ -14,22 +14,24 @@ from typing import Any
 
 from torch import nn
 
-_undo: weakref.WeakKeyDictionary[nn.Module, list[AbortHook]] = weakref.WeakKeyDictionary()
+# Weak, because a function usually leads to the model: whoever may remove a hook holds it.
+_undo: weakref.WeakKeyDictionary[nn.Module, list[weakref.ref[AbortHook]]] = weakref.WeakKeyDictionary()
 
 
 class AbortHook:
-    """A function that is called where a forward of a model is aborted, until it is removed as other hooks are."""
+    """A function that is called where a forward of a model is aborted, until it is removed as other hooks are.
+
+    It is also removed when nobody holds it any more.
+    """
 
     def __init__(self, model: nn.Module, undo: Callable[[], Any]) -> None:
-        self._model, self.undo = weakref.ref(model), undo
-        _undo.setdefault(model, []).append(self)
+        self.undo: Callable[[], Any] | None = undo
+        living = [reference for reference in _undo.get(model, []) if reference() is not None]
+        _undo[model] = [*living, weakref.ref(self)]
 
     def remove(self) -> None:
         """Do not call the function any more."""
-        model = self._model()
-        hooks = [] if model is None else _undo.get(model, [])
-        if self in hooks:
-            hooks.remove(self)
+        self.undo = None
 
 
 @contextlib.contextmanager
@@ -38,6 +40,7 @@ def undone_if_aborted(model: nn.Module) -> Iterator[None]:
     try:
         yield
     except BaseException:
-        for hook in reversed(_undo.get(model, [])):
-            hook.undo()
+        for hook in [reference() for reference in reversed(_undo.get(model, []))]:
+            if hook is not None and hook.undo is not None:
+                hook.undo()
         raise

@@ -356,7 +356,7 @@ class Unit:
         """Start the all-gathers of groups. If this rank leaves before it waits for them, peers still get its part."""
         if self.updates.published is None:
             context = groups[0].context
-            self.updates.published = LeftInFlight(self, context.roles.agreement, context.device)
+            self.updates.published = LeftInFlight(context.roles.agreement, context.device)
         self.updates.published.works = works = [group.publish() for group in groups]
         return works
 
