@@ -31,7 +31,7 @@ _OPTIONS = ("preserve_rng_state", "context_fn", "determinism_check", "debug", "e
 
 
 class ModelParallel(Protocol):
-    """What Megatron's `mpu` tells about the ranks that work on the same rows. The names with `tensor` go first."""
+    """Megatron's `mpu`, as far as it tells which ranks work on the same rows. The names with `tensor` go first."""
 
     def get_model_parallel_group(self) -> Any: ...
     def get_model_parallel_rank(self) -> int: ...
@@ -40,7 +40,7 @@ class ModelParallel(Protocol):
 
 @dataclass(frozen=True)
 class Policy:
-    """Where the inputs of a checkpoint are stored between its forward and its recomputation.
+    """The place in which the inputs of a checkpoint wait between its forward and its recomputation.
 
     `partition` names ranks whose inputs are identical, as those of a tensor-parallel group are. Each keeps 1/N of every
     floating-point input. If the values differ between these ranks, the gradients are wrong.
@@ -50,7 +50,7 @@ class Policy:
     on_host: bool = False
 
     def __bool__(self) -> bool:
-        """Whether it asks for anything."""
+        """Return whether the policy asks for anything."""
         return self.on_host or self.splits
 
     @property
@@ -92,12 +92,12 @@ def is_configured() -> bool:
 
 
 def policy() -> Policy:
-    """What `configure` decided; without it, what the configuration of the last engine says."""
+    """Return what `configure` decided, or else what the configuration of the last engine says."""
     return _configured or _default
 
 
 def follow(config: Config, model: nn.Module) -> None:
-    """An engine starts: its configuration holds, unless `configure` was called, also for Hugging Face's checkpoints."""
+    """Follow the configuration of a new engine, unless `configure` was called, also in Hugging Face's checkpoints."""
     global _default
     _default = Policy(on_host=config.activation_checkpointing.cpu_checkpointing)
     adopt(model, policy())
@@ -158,7 +158,7 @@ def _run(policy: Policy, function: Callable[..., Any], args: tuple[Any, ...], kw
 
 
 def _others_decide() -> bool:
-    """Whether saved tensors go through hooks already: those of an enclosing checkpoint, or the user's."""
+    """Return whether saved tensors go through hooks already: those of an enclosing checkpoint, or the user's."""
     top = torch._C._autograd._top_saved_tensors_default_hooks(True)
     return top is not None and getattr(top[0], "__module__", "") != "shardwell.runtime.hooks"
 
@@ -195,7 +195,7 @@ class _Shelf:
         self._leaving: list[tuple[Tensor, int, Event]] = []  # on the way to the host: tensor, version, arrival
 
     def keep(self, tensor: Tensor) -> _Kept:
-        """An input that several checkpoints share, such as a mask, is kept once."""
+        """Store an input; one that several checkpoints share, such as a mask, is stored once."""
         found = self._known[tensor]() if tensor in self._known else None
         if found is None or found.version != tensor._version:
             found = _Kept(self, tensor)
@@ -257,7 +257,7 @@ class _Kept:
             self._coming = self._shelf.device.copy_from_host(self.resting)
 
     def take(self) -> Tensor:
-        """The input as it was. Ranks that share it must take it together."""
+        """Return the input as it was. Ranks that share it must take it together."""
         self.start()
         flat = self.resting
         if self._coming is not None:
@@ -331,7 +331,7 @@ def _can_be_kept(tensor: Tensor) -> bool:
 
 
 def _without_repeats(tensor: Tensor) -> Tensor:
-    """A view of the elements that are in memory, each once: what `expand` repeated has one element there."""
+    """Return a view of the elements that are in memory, each once: what `expand` repeated has one element there."""
     for dim, (size, step) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)):
         if step == 0 and size > 1:
             tensor = tensor.narrow(dim, 0, 1)

@@ -22,6 +22,13 @@ SEAMS = (
 )
 # the scheduler and the optimizer, and the files that do their work at stages 0 to 3
 WITHOUT_TIERS = ("runtime/scheduler.py", "runtime/reducer.py", "optim/optimizer.py", "optim/executor.py")
+# words that a sentence about what a function does does not begin with
+NO_VERBS = {
+    *("A", "An", "At", "By", "For", "From", "How", "In", "It", "Its", "Of", "On", "One", "The", "There", "This", "To"),
+    *("What", "When", "Where", "Whether", "Which", "Who", "With", "Without"),
+}
+# words that no sentence about a class begins with, either
+NO_SUBJECTS = NO_VERBS - {"A", "An", "One", "The", "This"}
 TIER = re.compile(r"tier|offload|disk|nvme|swap|host", re.IGNORECASE)
 
 
@@ -143,3 +150,21 @@ def test_no_two_public_classes_have_one_name() -> None:
     found = {name: {home for home in places if ".compat." not in home} for name, places in homes().items()}
     twice = {name: sorted(places) for name, places in found.items() if len(places) > 1 and not name.startswith("_")}
     assert twice == {}
+
+
+def test_docstrings_stand_alone() -> None:
+    """Those of functions say what the function does, those of classes what an object is: neither needs the name."""
+    found: dict[str, str] = {}
+    for module, tree in modules().items():
+        for node in ast.walk(tree):
+            text = ast.get_docstring(node) if isinstance(node, (ast.FunctionDef, ast.ClassDef)) else None
+            is_class = isinstance(node, ast.ClassDef)
+            if text is None:
+                if is_class and not node.name.startswith("_"):
+                    found[f"{module}.{node.name}"] = "none"
+                continue
+            first = re.split(r"\W", text, maxsplit=1)[0]
+            is_property = any("property" in ast.unparse(mark) for mark in getattr(node, "decorator_list", ()))
+            if not is_property and (first in (NO_SUBJECTS if is_class else NO_VERBS) or first[:1].islower()):
+                found[f"{module}.{node.name}"] = text.splitlines()[0]
+    assert found == {}

@@ -157,7 +157,7 @@ class AutoCommit:
         return True
 
     def has_begun(self, unit: Unit) -> bool:
-        """Whether the unit has had its update of this boundary, or would have had it."""
+        """Return whether the unit has had its update of this boundary, or would have had it."""
         return unit.index in self._begun
 
     def notice(self, what: str) -> None:

@@ -96,7 +96,7 @@ class EarlyExecutor(InlineExecutor):
             self._context.temporary.free(group.gradients.reduced.discard())
 
     def _may_update(self, norms: list[Tensor]) -> bool:
-        """Whether to update a unit; where the kernels read the overflow flag on the device, the host does not wait."""
+        """Return whether to update a unit; where the kernels read the overflow flag, the host does not wait."""
         if self._context.device.is_meta:
             return True
         is_finite = torch.isfinite(sum_of_squares(norms, self._context.device))

@@ -34,7 +34,7 @@ _MOST_LET_IN = 8  # tasks that have begun and are not done, because each let in 
 
 
 class Turns:
-    """What takes the place of threads in a simulation: the workers of one engine run their tasks in turns."""
+    """A schedule in place of threads in a simulation: the workers of one engine run their tasks in turns."""
 
     def __init__(self) -> None:
         self._workers: weakref.WeakSet[Worker] = weakref.WeakSet()
@@ -249,7 +249,7 @@ class Worker:
         gate: threading.Semaphore | None = None,
         turns: Turns | None = None,
     ) -> None:
-        """With `cores`, the thread and the threads that it starts stay on them.
+        """Keep the thread, and the threads that it starts, on `cores` if they are given.
 
         With a `gate`, the thread acquires it before it selects and runs each task. With `turns` there is no thread.
         """

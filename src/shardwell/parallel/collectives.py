@@ -41,7 +41,7 @@ _MOST_TOKENS = 1 << 14  # tokens with sizes that are cached
 
 @dataclass(frozen=True)
 class ReceivedParts:
-    """How many equal parts of a tensor this rank receives in a collective, and in how many hops."""
+    """The number of equal parts of a tensor that this rank receives in a collective, and the number of hops."""
 
     intra_node: int
     inter_node: int

@@ -34,7 +34,7 @@ class NoFormError(ShardwellError):
 
 @dataclass(frozen=True)
 class Point:
-    """Where a model is simulated."""
+    """A point at which a model is simulated."""
 
     nodes: int
     per_node: int

@@ -37,7 +37,7 @@ _is_retained: Callable[[Unit], bool] = attrgetter("use.is_retained")
 
 @dataclass
 class GraphUse:
-    """Whether the user may still run a backward through a graph that a forward recorded."""
+    """A record of whether the user may still run a backward through a graph that a forward recorded."""
 
     is_open: bool = False  # no step has used the graph up yet
     was_used: bool = False  # a backward went through it
@@ -446,7 +446,7 @@ class Scheduler:
     # ----------------------------------------------------------------------------------------------------- step
 
     def finish_backward(self) -> None:
-        """At the boundary, finish everything that backward started, and reduce the gradients that were deferred."""
+        """Finish at the boundary everything that backward started, and reduce the gradients that were deferred."""
         with self.reducer.ending():
             for unit in self.units:
                 for group in unit.trainable:

@@ -118,7 +118,7 @@ def take_edits_before_step(units: Sequence[Unit]) -> None:
 
 
 def _fits(one: ReplacedValues) -> bool:
-    """Whether the values can be taken over; with another shape, the unit has to be rebuilt."""
+    """Return whether the values can be taken over; with another shape, the unit has to be rebuilt."""
     slot, data, place = one.slot, one.parameter.data, one.group.views.tensors[one.index]
     if one.group.context.device.is_meta:
         return False

@@ -14,7 +14,7 @@ from shardwell.sharding.spec import CommitPolicy
 
 @dataclass(slots=True)
 class UnitUse:
-    """What uses a unit now, and so holds it unsharded."""
+    """The uses of a unit that hold it unsharded now."""
 
     in_forward: int = 0  # running forwards
     in_parts: int = 0  # running forwards of parts of its module

@@ -47,7 +47,7 @@ class Lane:
     """An order of work, and the reason for each of its moments."""
 
     def __init__(self, name: str, begun_by: Lane | None = None) -> None:
-        """A lane that another one has begun has the reasons of that one until then."""
+        """Give a lane that another one has begun the reasons of that one until then."""
         self.name = name
         self.at: float = 0.0 if begun_by is None else begun_by.at
         self._begun_by, self._begin = begun_by, self.at
@@ -91,7 +91,7 @@ class Lane:
 
 
 class _Resource:
-    """What does one work at a time."""
+    """A resource that does one work at a time."""
 
     def __init__(self) -> None:
         self._begins: list[float] = []
