@@ -33,6 +33,13 @@ def test_every_file_that_a_page_names_exists(page: Path) -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_every_folder_that_a_page_names_exists(page: Path) -> None:
+    folder = r"[\w.]+/(?:[\w.]+/)*|(?:tests|docs|src|native)/\w+"
+    named = {span for span in spans(page) if re.fullmatch(folder, span)}
+    assert sorted(name for name in named if not any((home / name).is_dir() for home in (ROOT, SOURCES))) == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_every_class_that_a_page_names_exists_with_its_members(page: Path) -> None:
     dotted = {name for span in spans(page) for name in re.findall(r"\b[A-Z]\w*[a-z]\w*(?:\.\w+)*", span)}
     named = {word for name in dotted if not name.endswith(".md") for word in name.split(".")}
