@@ -244,7 +244,7 @@ class Scheduler:
         expected = order.visit(unit)
         self._start_unshard(unit)
         unit.wait()
-        for ahead in self.prefetch.ahead(expected, order):
+        for ahead in self.prefetch.units_to_start(expected, order):
             self._start_unshard(ahead)
         for link in self.prefetch.links:
             link.start(expected, order)

@@ -296,7 +296,7 @@ class ChangeWatch:
 
     def _differs(self, unit: Unit) -> bool:
         """Return whether values differ from the stored ones, and only the user can have changed them."""
-        is_updated = unit.updates.count != self.gathered_at or unit.updates.is_ahead or unit.updates.pending is not None
+        is_updated = unit.updates.count != self.gathered_at or unit.updates.is_early or unit.updates.pending is not None
         if is_updated or not unit.is_unsharded:
             return False
         return any(is_unlike_its_shard(group) for group in unit.resharding_groups)
