@@ -56,6 +56,13 @@ def test_the_architecture_is_one_sitting() -> None:
     assert len((ROOT / "ARCHITECTURE.md").read_text().split()) <= 3000  # more is reference, and has its own pages
 
 
+def test_the_project_has_few_words_of_its_own() -> None:
+    section = (ROOT / "ARCHITECTURE.md").read_text().partition("## The words")[2].partition("\n## ")[0]
+    words = [line.split("|")[1].strip() for line in section.splitlines() if line.startswith("| ")][1:]
+    assert "unit" in words
+    assert len(words) <= 15  # all others are PyTorch's, NCCL's, FSDP2's, Megatron's or DeepSpeed's
+
+
 def test_every_source_file_has_its_line() -> None:
     named = set(spans(INTERNALS / "files.md"))
     assert sorted(name for path in SOURCES.rglob("*.py") if (name := str(path.relative_to(SOURCES))) not in named) == []

@@ -127,7 +127,7 @@ async def within(seconds: float, doing: Awaitable[_T]) -> _T:
     """Return what `doing` gives; raise `ClosedError` if it takes longer."""
     try:
         return await asyncio.wait_for(doing, seconds)
-    except (asyncio.TimeoutError, TimeoutError):
+    except TimeoutError:
         raise ClosedError(f"no answer within {seconds:g} s") from None
 
 
