@@ -29,7 +29,7 @@ from shardwell.memory import Device, MemoryReport
 from shardwell.optim import ShardedOptimizer
 from shardwell.optim.factory import Factory, by_name
 from shardwell.parallel import TrafficReport
-from shardwell.runtime.aborted_forwards import undone_if_aborted
+from shardwell.runtime.aborted_forwards import abort_hooks, undone_if_aborted
 from shardwell.runtime.budget import frozen_budget
 from shardwell.runtime.hooks import ModelFit
 from shardwell.runtime.pytree import CopiedInputs, map_tensors
@@ -73,12 +73,7 @@ class Engine(nn.Module):
         return by_name(block, device)
 
     def __init__(
-        self,
-        model: nn.Module,
-        config: Config,
-        scheduler: Scheduler,
-        context: EngineContext,
-        builder: UnitBuilder,
+        self, model: nn.Module, config: Config, scheduler: Scheduler, context: EngineContext, builder: UnitBuilder
     ) -> None:
         super().__init__()
         self.module, self._loop = model, UserLoop()
@@ -119,8 +114,10 @@ class Engine(nn.Module):
         try:
             running, autocast = self._scheduler.forward_scope((args, kwargs)), self._precision.autocast()
             together = self._context.roles.agreement.failing_together("forward")
-            with together, undone_if_aborted(self.module), running, autocast:
-                output = self._modules["module"](*args, **kwargs)  # type: ignore[misc]
+            model: Any = self._modules["module"]
+            undone = undone_if_aborted(model) if model in abort_hooks else contextlib.nullcontext()
+            with together, undone, running, autocast:
+                output = model(*args, **kwargs)
         finally:
             if copied is not None:
                 copied.give_back()

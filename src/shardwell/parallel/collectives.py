@@ -174,7 +174,7 @@ class Collectives:
             self._begin(token, flat, kind, codec.num_bytes(flat.numel() // self.rank_group.size), self._from_shards)
             return quantized.all_gather(self, flat, codec, self._temporary)
         self._begin(token, flat, kind, flat.numel() * flat.element_size() // self.rank_group.size, self._from_shards)
-        return self.transport.all_gather(_sendable(flat))
+        return self.transport.all_gather(flat if flat.element_size() > 1 else _sendable(flat))
 
     def all_gather_codes(
         self,

@@ -89,8 +89,7 @@ class Scheduler:
         self.saved.take(self._resharding_units)
         optimizer = next((unit.optimizer for unit in units if unit.optimizer is not None), None)
         take_edits = partial(take_edits_closely, units)
-        reducer = self.reducer
-        views = reducer.views.take_edits
+        reducer, views = self.reducer, self.reducer.views.take_edits
         owner = UnitOwner(self.retain, reducer.reduce_now, views, take_edits, self.adopt, optimizer, self.end)
         for unit in units:
             unit.owner = owner
@@ -105,8 +104,7 @@ class Scheduler:
     def recording(self, trace: Trace | None = None) -> Iterator[Trace]:
         """Record all actions in a trace, by default in a new one."""
         trace = Trace([unit.name for unit in self.units]) if trace is None else trace
-        before, self.trace = self.trace, trace
-        self.reducer.trace = trace
+        before, self.trace, self.reducer.trace = self.trace, trace, trace
         try:
             yield trace
         finally:
@@ -173,7 +171,8 @@ class Scheduler:
         if current_task() != -1:
             self._pre_recomputation(unit)
             return
-        self._end_bundle(unit)
+        if self._bundle is not None:
+            self._end_bundle(unit)
         unit.use.in_forward += 1
         if torch.is_grad_enabled():
             self.graph.is_open = True
@@ -328,7 +327,8 @@ class Scheduler:
         Where gradients are enabled, a second backward will go through this one, and no hook will tell what it needs of
         the unit. `recomputes`: they are enabled only because the unit's forward is recomputed.
         """
-        self._end_bundle(unit)
+        if self._bundle is not None:
+            self._end_bundle(unit)
         self._enter_graph_task(unit)
         if not recomputes and torch.is_grad_enabled():
             unit.use.is_retained = True
