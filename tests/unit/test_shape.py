@@ -15,6 +15,9 @@ HOME = Path(shardwell.__file__).parent
 CORE = ("memory", "parallel", "sharding", "optim", "runtime", "engine")
 MOST = 15  # attributes of an instance
 MOST_COLLABORATORS = 8  # classes of other modules of which an instance holds objects
+LONGEST_FUNCTION, MOST_ARGUMENTS = 60, 8  # lines of a body; arguments of a constructor
+# constructors with the arguments of another library's class, or of an optimizer
+FOREIGN_ARGUMENTS = {"OneCycle", "Muon", "PipelineModule", "TiledLinear"}
 LONGEST_FILE, LONGEST_SEAM = 500, 300  # lines; the seams are the files of the forms and of the executors
 SEAMS = (
     *("sharding/storage_form.py", "sharding/storage.py", "sharding/assembled_storage.py", "offload/storage.py"),
@@ -135,6 +138,28 @@ def test_no_file_is_long() -> None:
     too_long = {name: n for name, n in lengths.items() if n > (LONGEST_SEAM if name in SEAMS else LONGEST_FILE)}
     assert set(SEAMS) <= set(lengths)
     assert not too_long, too_long
+
+
+def test_no_function_is_long() -> None:
+    """Its signature and its docstring do not count: commands have an option in each line there."""
+    found = {}
+    for module, tree in modules().items():
+        for node in (node for node in ast.walk(tree) if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))):
+            body = node.body[ast.get_docstring(node) is not None :]
+            found[f"{module}.{node.name}"] = (node.end_lineno or 0) - body[0].lineno + 1 if body else 0
+    assert max(found.values()) > LONGEST_FUNCTION / 2, "the check finds none"
+    assert {name: lines for name, lines in found.items() if lines > LONGEST_FUNCTION} == {}
+
+
+def test_constructors_have_few_arguments() -> None:
+    found = {}
+    for module, tree in modules().items():
+        if ".compat." in module:
+            continue  # DeepSpeed's signatures
+        for one in (node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)):
+            for method in (node for node in one.body if isinstance(node, ast.FunctionDef) and node.name == "__init__"):
+                found[one.name] = len(method.args.args) + len(method.args.kwonlyargs) - 1
+    assert {name for name, number in found.items() if number > MOST_ARGUMENTS} == FOREIGN_ARGUMENTS
 
 
 def test_the_scheduler_and_the_optimizer_have_no_fork_on_a_tier() -> None:
