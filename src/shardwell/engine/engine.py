@@ -6,7 +6,7 @@ import contextlib
 import os
 import weakref
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -29,7 +29,7 @@ from shardwell.memory import Device, MemoryReport
 from shardwell.optim import ShardedOptimizer
 from shardwell.optim.factory import Factory, by_name
 from shardwell.parallel import TrafficReport
-from shardwell.runtime.aborted_forwards import abort_hooks, undone_if_aborted
+from shardwell.runtime.aborted_forwards import undone_if_aborted
 from shardwell.runtime.budget import frozen_budget
 from shardwell.runtime.hooks import ModelFit
 from shardwell.runtime.pytree import CopiedInputs, map_tensors
@@ -113,9 +113,9 @@ class Engine(nn.Module):
         copied = CopiedInputs(copies) if copies else None
         try:
             running, autocast = self._scheduler.forward_scope((args, kwargs)), self._precision.autocast()
-            together = self._context.roles.agreement.failing_together("forward")
-            model: Any = self._modules["module"]
-            undone = undone_if_aborted(model) if model in abort_hooks else contextlib.nullcontext()
+            roles, model = self._context.roles, cast(nn.Module, self._modules["module"])
+            together = roles.agreement.failing_together("forward")
+            undone = undone_if_aborted(model) if roles.grid.has_model_axes else contextlib.nullcontext()
             with together, undone, running, autocast:
                 output = model(*args, **kwargs)
         finally:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 import shardwell
-from shardwell import activation_checkpointing, virtual_time
+from shardwell import checkpointing, virtual_time
 from shardwell.engine import Engine
 from shardwell.errors import ShardwellError
 from shardwell.memory import StateKind, Tier
@@ -123,13 +123,13 @@ def simulate(
     model is of no use afterwards: to unshard it would take a collective for each rank.
     """
     with simulated(machine), observed_statistics(None if recording is None else recording.changed):
-        activation_checkpointing.reset()  # what it knows of another machine
+        checkpointing.reset()  # what it knows of another machine
         engine = shardwell.initialize(model=model, config=config).engine
         try:
             return _measured(engine, forward, recording, trains, steps)
         finally:
             engine._context.close()
-            activation_checkpointing.reset()
+            checkpointing.reset()
 
 
 def _measured(

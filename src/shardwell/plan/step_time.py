@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 
 import shardwell
-from shardwell import activation_checkpointing, virtual_time
+from shardwell import checkpointing, virtual_time
 from shardwell.engine import Engine
 from shardwell.memory import Tier
 from shardwell.memory.machine import SimulatedMachine, simulated
@@ -193,7 +193,7 @@ def timed_engine(model: nn.Module, config: Any, machine: SimulatedMachine) -> It
     here = machine.local_world_size(machine.ranks.size)
     clock = VirtualClock(machine.speeds, has_gpus=machine.has_gpus, local_ranks=here)
     with simulated(machine), timed(clock):
-        activation_checkpointing.reset()  # what it knows of another machine
+        checkpointing.reset()  # what it knows of another machine
         engine = shardwell.initialize(model=model, config=config).engine
         device, trace = engine._context.device, Labels(clock, [unit.name for unit in engine._scheduler.units])
         clock.is_on_device = device.is_on_device if device.has_device_memory else lambda _: True
@@ -205,7 +205,7 @@ def timed_engine(model: nn.Module, config: Any, machine: SimulatedMachine) -> It
                 yield TimedEngine(engine, clock, TimedKernels(clock, device), trace)
         finally:
             engine._context.close()
-            activation_checkpointing.reset()
+            checkpointing.reset()
 
 
 def simulate_time(

@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import nn
 
-abort_hooks: weakref.WeakKeyDictionary[nn.Module, list[AbortHook]] = weakref.WeakKeyDictionary()  # of each model
+_undo: weakref.WeakKeyDictionary[nn.Module, list[AbortHook]] = weakref.WeakKeyDictionary()
 
 
 class AbortHook:
@@ -22,12 +22,12 @@ class AbortHook:
 
     def __init__(self, model: nn.Module, undo: Callable[[], Any]) -> None:
         self._model, self.undo = weakref.ref(model), undo
-        abort_hooks.setdefault(model, []).append(self)
+        _undo.setdefault(model, []).append(self)
 
     def remove(self) -> None:
         """Do not call the function any more."""
         model = self._model()
-        hooks = [] if model is None else abort_hooks.get(model, [])
+        hooks = [] if model is None else _undo.get(model, [])
         if self in hooks:
             hooks.remove(self)
 
@@ -38,6 +38,6 @@ def undone_if_aborted(model: nn.Module) -> Iterator[None]:
     try:
         yield
     except BaseException:
-        for hook in reversed(abort_hooks.get(model, [])):
+        for hook in reversed(_undo.get(model, [])):
             hook.undo()
         raise
