@@ -39,6 +39,12 @@ MANY_RANKS = 64  # from which on ranks compare tokens by collectives: one proces
 _MOST_TOKENS = 1 << 14  # with sizes, that are cached
 
 
+@lru_cache(_MOST_TOKENS)
+def _with_size(token: str, numel: int, dtype: torch.dtype) -> str:
+    """Return a token with the size and dtype of its tensor."""
+    return f"{token} ({numel:,} x {str(dtype).removeprefix('torch.')})"
+
+
 @dataclass(frozen=True)
 class ReceivedParts:
     """The number of equal parts of a tensor that this rank receives in a collective, and the number of hops."""
@@ -426,12 +432,6 @@ def _transport_for(mesh: RankGroup, device: Device, links: Links, temporary: Tem
     if mesh.backend == "gloo" and (device.torch_device.type == "cpu" or not device.has_device_memory):
         return GlooTransport(mesh, links, temporary)
     return TorchTransport(mesh, device, links, temporary)
-
-
-@lru_cache(_MOST_TOKENS)
-def _with_size(token: str, numel: int, dtype: torch.dtype) -> str:
-    """Return a token with the size and dtype of its tensor."""
-    return f"{token} ({numel:,} x {str(dtype).removeprefix('torch.')})"
 
 
 def _sendable(tensor: Tensor) -> Tensor:
