@@ -63,7 +63,7 @@ def _encode_numpy(value: Any, where: str, put: Callable[[Tensor], str]) -> Any:
 
 
 def decode(value: Any, where: str, get: Callable[[str], Tensor]) -> Any:
-    """What `encode` was given; `get` returns the tensor of a name."""
+    """Return what `encode` was given; `get` returns the tensor of a name."""
     if isinstance(value, list):
         return [decode(item, f"{where}[{index}]", get) for index, item in enumerate(value)]
     if not isinstance(value, dict):

@@ -26,7 +26,7 @@ HOW_TO = (
 
 
 def job_secret(environ: Mapping[str, str] | None = None) -> bytes | None:
-    """What the environment says; None if it says nothing."""
+    """Return the secret in the environment; None if there is none."""
     found = os.environ if environ is None else environ
     text, path = found.get(VARIABLE, ""), found.get(FILE_VARIABLE, "")
     if text and path:
@@ -37,7 +37,7 @@ def job_secret(environ: Mapping[str, str] | None = None) -> bytes | None:
 
 
 def derived(secret: bytes, purpose: str) -> bytes:
-    """A key for one purpose; what is signed for one cannot be passed off for another."""
+    """Return a key for one purpose; what is signed for one cannot be passed off for another."""
     return hmac.digest(secret, f"shardwell {purpose}".encode(), "sha256")
 
 

@@ -25,7 +25,7 @@ from shardwell.sharding.wrap import is_leaf, set_leaf
 
 
 def safe_get_full_fp32_param(param: nn.Parameter) -> Tensor:
-    """The values that the optimizer steps: fp32 under mixed precision."""
+    """Return the values that the optimizer steps: fp32 under mixed precision."""
     found: Tensor = reading(lambda access: access.master(), param)
     return found
 
@@ -37,7 +37,7 @@ def safe_get_full_grad(param: nn.Parameter) -> Tensor | None:
 
 
 def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> Any:
-    """One entry of the state, such as `exp_avg`; None before the first step, or if there is no such entry."""
+    """Return one entry of the state, such as `exp_avg`; None before the first step, or if there is no such entry."""
     return reading(lambda access: access.state(optim_state_key), param)
 
 

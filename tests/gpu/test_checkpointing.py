@@ -11,14 +11,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from shardwell import ShardwellError, checkpointing
-from shardwell.checkpointing import Policy
+from shardwell import ShardwellError, activation_checkpointing
+from shardwell.activation_checkpointing import ActivationPolicy
 from tests.support.model_parallel import Peers
 from tests.support.ranks import Ranks
 
 pytestmark = pytest.mark.gpu
 
-HOST = Policy(on_host=True)
+HOST = ActivationPolicy(on_host=True)
 
 
 def stack(depth: int, width: int) -> nn.ModuleList:
@@ -27,17 +27,17 @@ def stack(depth: int, width: int) -> nn.ModuleList:
         return nn.ModuleList([nn.Sequential(nn.Linear(width, width), nn.GELU(), nn.Dropout(0.1)) for _ in range(depth)])
 
 
-def step(blocks: nn.ModuleList, x: Tensor, policy: Policy) -> list[Tensor]:
+def step(blocks: nn.ModuleList, x: Tensor, policy: ActivationPolicy) -> list[Tensor]:
     torch.manual_seed(1)
     blocks.zero_grad()
     y = x * 1
     for block in blocks:
-        y = y + checkpointing._run(policy, block, (y,), {})
+        y = y + activation_checkpointing._run(policy, block, (y,), {})
     y.square().mean().backward()
     return [parameter.grad.clone() for parameter in blocks.parameters()]
 
 
-def peak(blocks: nn.ModuleList, x: Tensor, policy: Policy) -> int:
+def peak(blocks: nn.ModuleList, x: Tensor, policy: ActivationPolicy) -> int:
     gc.collect()
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
@@ -50,9 +50,9 @@ def peak(blocks: nn.ModuleList, x: Tensor, policy: Policy) -> int:
 def test_inputs_on_the_host_free_the_memory_of_all_but_a_few() -> None:
     depth, rows, width = 24, 16_384, 1024
     blocks, x = stack(depth, width), torch.randn(rows, width, device="cuda")
-    for policy in (Policy(), HOST):  # whatever the math libraries keep is there before we count
+    for policy in (ActivationPolicy(), HOST):  # whatever the math libraries keep is there before we count
         step(blocks, x, policy)
-    here, there = peak(blocks, x, Policy()), peak(blocks, x, HOST)
+    here, there = peak(blocks, x, ActivationPolicy()), peak(blocks, x, HOST)
     assert (depth - 4) * x.nbytes <= here - there <= (depth + 1) * x.nbytes, (here / x.nbytes, there / x.nbytes)
 
 
@@ -61,7 +61,7 @@ def test_gradients_are_the_same_bits() -> None:
     for seed in range(10):
         torch.manual_seed(seed)
         x = torch.randn(2000 + 100 * seed, 256, device="cuda")
-        for one, other in zip(step(blocks, x, HOST), step(blocks, x, Policy()), strict=True):
+        for one, other in zip(step(blocks, x, HOST), step(blocks, x, ActivationPolicy()), strict=True):
             assert torch.equal(one, other)
 
 
@@ -84,7 +84,7 @@ def test_copies_have_a_stream_of_their_own(tmp_path: Path) -> None:
 def test_an_input_that_is_changed_while_it_is_copied_is_an_error() -> None:
     x = torch.randn(1000, device="cuda", requires_grad=True)
     y = x * 1
-    out = checkpointing._run(HOST, torch.sin, (y,), {})
+    out = activation_checkpointing._run(HOST, torch.sin, (y,), {})
     with torch.no_grad():
         y.zero_()
     with pytest.raises(ShardwellError, match="changed in place"):
@@ -93,9 +93,9 @@ def test_an_input_that_is_changed_while_it_is_copied_is_an_error() -> None:
 
 def split_on_the_gpu(on_host: bool) -> dict[str, Any]:
     blocks, x = stack(6, 64), torch.randn(999, 64, generator=torch.Generator().manual_seed(3)).cuda()
-    expected = step(blocks, x, Policy())
-    checkpointing.configure(Peers(), partition_activations=True, checkpoint_in_cpu=on_host)
-    policy = checkpointing.policy()
+    expected = step(blocks, x, ActivationPolicy())
+    activation_checkpointing.configure(Peers(), partition_activations=True, checkpoint_in_cpu=on_host)
+    policy = activation_checkpointing.policy()
     found = step(blocks, x, policy)
     same = [bool(torch.equal(one, other)) for one, other in zip(found, expected, strict=True)]
     return {"same": same, "splits": policy.splits}

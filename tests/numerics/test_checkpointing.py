@@ -15,23 +15,23 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves
 
 import shardwell
-from shardwell import checkpointing
-from shardwell.checkpointing import Policy, adopt, checkpoint
+from shardwell import activation_checkpointing
+from shardwell.activation_checkpointing import ActivationPolicy, checkpoint, patch_transformers
 from tests.support.live_bytes import PeakWatch
 from tests.support.model_parallel import Peers
 from tests.support.models import Gpt, batches, share, whole_parameters, zero
 from tests.support.ranks import Ranks
 
-HOST = Policy(on_host=True)
+HOST = ActivationPolicy(on_host=True)
 
 
 @pytest.fixture(params=[False, True], ids=["in place", "on the host"])
 def _rests(request: pytest.FixtureRequest) -> Iterator[None]:
     """Every test that asks for it runs with inputs left where they are, and with inputs on the host."""
-    before = checkpointing._configured
-    checkpointing.configure(checkpoint_in_cpu=request.param)
+    before = activation_checkpointing._configured
+    activation_checkpointing.configure(checkpoint_in_cpu=request.param)
     yield
-    checkpointing._configured = before
+    activation_checkpointing._configured = before
 
 
 def gradients(run: Callable[..., Any], model: nn.Module, *inputs: Tensor) -> list[Tensor]:
@@ -178,9 +178,9 @@ def test_autocast_is_the_same_in_the_recomputation() -> None:
 # ---------------------------------------------------------------------------------------------------- in host memory
 
 
-def deep(policy: Policy, x: Tensor, blocks: int = 4) -> Tensor:
+def deep(policy: ActivationPolicy, x: Tensor, blocks: int = 4) -> Tensor:
     for _ in range(blocks):
-        x = checkpointing._run(policy, lambda y: y.sin().exp().cos(), (x,), {})
+        x = activation_checkpointing._run(policy, lambda y: y.sin().exp().cos(), (x,), {})
     return x.sum()
 
 
@@ -188,7 +188,7 @@ def test_an_input_on_the_host_is_another_storage_and_its_own_is_freed() -> None:
     x = torch.randn(40, requires_grad=True)
     y = x * 2
     storage = StorageWeakRef(y.untyped_storage())
-    out = checkpointing._run(HOST, torch.sin, (y,), {})
+    out = activation_checkpointing._run(HOST, torch.sin, (y,), {})
     assert torch.equal(out, y.sin())
     del y
     assert storage.expired()
@@ -199,14 +199,14 @@ def test_an_input_on_the_host_is_another_storage_and_its_own_is_freed() -> None:
 def test_a_tensor_that_many_checkpoints_share_is_kept_once() -> None:
     x, mask = torch.randn(40, requires_grad=True), torch.rand(4000)
 
-    def held(policy: Policy) -> int:
+    def held(policy: ActivationPolicy) -> int:
         with PeakWatch() as watch:
             y = x * 1
             for _ in range(4):
-                y = checkpointing._run(policy, lambda y, m: (y * m[:40]).sin(), (y, mask), {})
+                y = activation_checkpointing._run(policy, lambda y, m: (y * m[:40]).sin(), (y, mask), {})
             return watch.now() - watch.start
 
-    assert held(HOST) == held(Policy()) + mask.nbytes
+    assert held(HOST) == held(ActivationPolicy()) + mask.nbytes
 
 
 def test_a_shared_tensor_that_changed_is_kept_again() -> None:
@@ -214,7 +214,7 @@ def test_a_shared_tensor_that_changed_is_kept_again() -> None:
     total = torch.zeros(4)
     for factor in (1.0, 3.0):
         scale.fill_(factor)
-        total = total + checkpointing._run(HOST, torch.mul, (x * 1, scale), {})
+        total = total + activation_checkpointing._run(HOST, torch.mul, (x * 1, scale), {})
     total.sum().backward()
     assert torch.equal(x.grad, torch.full((4,), 4.0))
 
@@ -225,7 +225,7 @@ def test_inputs_that_nobody_comes_for_are_dropped() -> None:
         loss = deep(HOST, x)
         assert watch.now() - watch.start >= 4 * x.nbytes
         del loss
-        checkpointing.reset()
+        activation_checkpointing.reset()
         assert watch.now() == watch.start
 
 
@@ -238,10 +238,10 @@ def split_over_peers(numel: int, on_host: bool) -> dict[str, Any]:
     x = torch.randn(numel, requires_grad=True)
     answer: dict[str, Any] = {}
     for split in (False, True):
-        checkpointing.configure(Peers(), partition_activations=split, checkpoint_in_cpu=split and on_host)
-        assert checkpointing.policy().splits is split
+        activation_checkpointing.configure(Peers(), partition_activations=split, checkpoint_in_cpu=split and on_host)
+        assert activation_checkpointing.policy().splits is split
         with PeakWatch() as watch:
-            loss = deep(checkpointing.policy(), x * 1)
+            loss = deep(activation_checkpointing.policy(), x * 1)
             answer[f"bytes {split}"] = watch.now() - watch.start
         (answer[f"grad {split}"],) = torch.autograd.grad(loss, x)
     return answer
@@ -260,8 +260,8 @@ def test_each_rank_keeps_its_part_and_gradients_stay_the_same(
 
 
 def split_alone() -> bool:
-    checkpointing.configure(Peers(), partition_activations=True)
-    return bool(checkpointing.policy())
+    activation_checkpointing.configure(Peers(), partition_activations=True)
+    return bool(activation_checkpointing.policy())
 
 
 def test_one_rank_splits_nothing(ranks: Ranks) -> None:
@@ -274,22 +274,24 @@ def test_one_rank_splits_nothing(ranks: Ranks) -> None:
 @pytest.mark.usefixtures("_rests")
 def test_the_configuration_is_read_and_arguments_go_first() -> None:
     block = {"activation_checkpointing": {"cpu_checkpointing": True, "partition_activations": True}}
-    checkpointing.configure(None, block)
-    assert checkpointing.is_configured()
-    assert checkpointing.policy() == Policy(on_host=True)
-    checkpointing.configure(deepspeed_config=shardwell.Config.model_validate(block), checkpoint_in_cpu=False)
-    assert not checkpointing.policy()
-    checkpointing.configure(checkpoint_in_cpu=True, contiguous_checkpointing=True, num_checkpoints=4, synchronize=True)
-    checkpointing.reset()
-    assert checkpointing.policy() == Policy(on_host=True)
+    activation_checkpointing.configure(None, block)
+    assert activation_checkpointing.is_configured()
+    assert activation_checkpointing.policy() == ActivationPolicy(on_host=True)
+    activation_checkpointing.configure(deepspeed_config=shardwell.Config.model_validate(block), checkpoint_in_cpu=False)
+    assert not activation_checkpointing.policy()
+    activation_checkpointing.configure(
+        checkpoint_in_cpu=True, contiguous_checkpointing=True, num_checkpoints=4, synchronize=True
+    )
+    activation_checkpointing.reset()
+    assert activation_checkpointing.policy() == ActivationPolicy(on_host=True)
     with pytest.raises(shardwell.ConfigError, match="profile"):
-        checkpointing.configure(profile=True)
+        activation_checkpointing.configure(profile=True)
 
 
 def test_before_it_is_configured_nothing_is_moved(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checkpointing, "_configured", None)
-    assert not checkpointing.is_configured()
-    assert not checkpointing.policy()
+    monkeypatch.setattr(activation_checkpointing, "_configured", None)
+    assert not activation_checkpointing.is_configured()
+    assert not activation_checkpointing.policy()
 
 
 def test_a_hugging_face_model_is_adopted() -> None:
@@ -309,12 +311,12 @@ def test_a_hugging_face_model_is_adopted() -> None:
 
     expected, plain = step(model)
     model.gradient_checkpointing_enable({"use_reentrant": False})
-    assert adopt(model, Policy()) == 0
-    assert adopt(model, HOST) > 0
+    assert patch_transformers(model, ActivationPolicy()) == 0
+    assert patch_transformers(model, HOST) > 0
     found, held = step(copy.deepcopy(model))
     assert_same(found, expected)
     assert held < 0.7 * plain
-    assert model.model._gradient_checkpointing_func.__module__ == checkpointing.__name__
+    assert model.model._gradient_checkpointing_func.__module__ == activation_checkpointing.__name__
 
 
 # ----------------------------------------------------------------------------------------------------- sharded training
@@ -323,7 +325,7 @@ def test_a_hugging_face_model_is_adopted() -> None:
 class Recomputing(Gpt):
     """`Gpt` whose blocks are checkpointed by us."""
 
-    def __init__(self, policy: Policy | None) -> None:
+    def __init__(self, policy: ActivationPolicy | None) -> None:
         super().__init__()
         self.dropout = nn.Dropout(0.1)
         self.policy = policy
@@ -335,11 +337,11 @@ class Recomputing(Gpt):
             if self.policy is None:
                 x = self.dropout(block(x))
             else:
-                x = checkpointing._run(self.policy, lambda x, block=block: self.dropout(block(x)), (x,), {})
+                x = activation_checkpointing._run(self.policy, lambda x, block=block: self.dropout(block(x)), (x,), {})
         return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1), targets.flatten())
 
 
-def train(policy: Policy | None, stage: int) -> dict[str, Tensor]:
+def train(policy: ActivationPolicy | None, stage: int) -> dict[str, Tensor]:
     torch.manual_seed(0)
     model = Recomputing(policy)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -351,9 +353,9 @@ def train(policy: Policy | None, stage: int) -> dict[str, Tensor]:
     return whole_parameters(model)
 
 
-@pytest.mark.parametrize("policy", [Policy(), HOST], ids=["in place", "on the host"])
+@pytest.mark.parametrize("policy", [ActivationPolicy(), HOST], ids=["in place", "on the host"])
 @pytest.mark.parametrize("stage", [1, 3])
-def test_sharded_training_gives_the_same_bits(ranks: Ranks, stage: int, policy: Policy) -> None:
+def test_sharded_training_gives_the_same_bits(ranks: Ranks, stage: int, policy: ActivationPolicy) -> None:
     expected = ranks.run(2, train, None, stage)
     for one, other in zip(ranks.run(2, train, policy, stage), expected, strict=True):
         for name in other:

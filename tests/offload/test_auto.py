@@ -109,7 +109,7 @@ def trained(stage: int, tier: str, path: str, commit: str, accumulation: int) ->
             loss = on.loss(10 * number + micro)
             on.optimizer.zero_grad() if micro == 0 else None  # as many loops have it
             on.backward(loss)
-            went += [any(unit.updates.is_ahead for unit in units_of(on.engine))] if micro == accumulation - 1 else []
+            went += [any(unit.updates.is_early for unit in units_of(on.engine))] if micro == accumulation - 1 else []
             on.step()
         on.look()
     return on.values(), went
@@ -143,7 +143,7 @@ def placed(name: str) -> tuple[list[bool], str]:
     check_alike(played(Plain(Net()), iter(played_odd)), played(Sharded(Net(), config), iter(played_odd)))
     on = played(Sharded(Net(), config), repeat(plain, STEPS_TO_LEARN))
     on.backward(on.loss(STEPS_TO_LEARN))
-    went = [unit.updates.is_ahead for unit in units_of(on.engine)]
+    went = [unit.updates.is_early for unit in units_of(on.engine)]
     on.step()
     try:
         named(name)(on, 9)

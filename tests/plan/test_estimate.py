@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import shardwell
-from shardwell import checkpointing
+from shardwell import activation_checkpointing
 from shardwell.memory import Tier
 from shardwell.plan import BlockModel, PlanReport, SimulatedMachine, SimulatedRanks, estimate, tokens
 from shardwell.plan.decoder import Decoder, DecoderSizes
@@ -98,7 +98,7 @@ class KeepsInputs(Decoder):
     def forward(self, ids: Tensor) -> Tensor:
         x = self.embed(ids)
         for block in self.blocks:
-            x = checkpointing.checkpoint(block, x)
+            x = activation_checkpointing.checkpoint(block, x)
         return self.head(self.norm(x)).float().mean()
 
 

@@ -206,7 +206,7 @@ def serve(file: str, port: str, stacks: str, num_replicas: str, program: str, ba
         if dist.is_initialized():
             dist.destroy_process_group()
         _forget_meshes()
-        if (checkpointing := sys.modules.get("shardwell.checkpointing")) is not None:
+        if (checkpointing := sys.modules.get("shardwell.activation_checkpointing")) is not None:
             checkpointing._configured = None  # what a job asked for is no matter of the next
             checkpointing.reset()
         gc.collect()

@@ -33,6 +33,13 @@ def test_every_file_that_a_page_names_exists(page: Path) -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_every_folder_that_a_page_names_exists(page: Path) -> None:
+    folder = r"[\w.]+/(?:[\w.]+/)*|(?:tests|docs|src|native)/\w+"
+    named = {span for span in spans(page) if re.fullmatch(folder, span)}
+    assert sorted(name for name in named if not any((home / name).is_dir() for home in (ROOT, SOURCES))) == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_every_class_that_a_page_names_exists_with_its_members(page: Path) -> None:
     dotted = {name for span in spans(page) for name in re.findall(r"\b[A-Z]\w*[a-z]\w*(?:\.\w+)*", span)}
     named = {word for name in dotted if not name.endswith(".md") for word in name.split(".")}
@@ -47,6 +54,13 @@ def test_every_link_of_a_page_leads_somewhere(page: Path) -> None:
 
 def test_the_architecture_is_one_sitting() -> None:
     assert len((ROOT / "ARCHITECTURE.md").read_text().split()) <= 3000  # more is reference, and has its own pages
+
+
+def test_the_project_has_few_words_of_its_own() -> None:
+    section = (ROOT / "ARCHITECTURE.md").read_text().partition("## The words")[2].partition("\n## ")[0]
+    words = [line.split("|")[1].strip() for line in section.splitlines() if line.startswith("| ")][1:]
+    assert "unit" in words
+    assert len(words) <= 15  # all others are PyTorch's, NCCL's, FSDP2's, Megatron's or DeepSpeed's
 
 
 def test_every_source_file_has_its_line() -> None:

@@ -15,6 +15,9 @@ HOME = Path(shardwell.__file__).parent
 CORE = ("memory", "parallel", "sharding", "optim", "runtime", "engine")
 MOST = 15  # attributes of an instance
 MOST_COLLABORATORS = 8  # classes of other modules of which an instance holds objects
+LONGEST_FUNCTION, MOST_ARGUMENTS = 60, 8  # lines of a body; arguments of a constructor
+# constructors with the arguments of another library's class, or of an optimizer
+FOREIGN_ARGUMENTS = {"OneCycle", "Muon", "PipelineModule", "TiledLinear"}
 LONGEST_FILE, LONGEST_SEAM = 500, 300  # lines; the seams are the files of the forms and of the executors
 SEAMS = (
     *("sharding/storage_form.py", "sharding/storage.py", "sharding/assembled_storage.py", "offload/storage.py"),
@@ -22,6 +25,13 @@ SEAMS = (
 )
 # the scheduler and the optimizer, and the files that do their work at stages 0 to 3
 WITHOUT_TIERS = ("runtime/scheduler.py", "runtime/reducer.py", "optim/optimizer.py", "optim/executor.py")
+# words that a sentence about what a function does does not begin with
+NO_VERBS = {
+    *("A", "An", "At", "By", "For", "From", "How", "In", "It", "Its", "Of", "On", "One", "The", "There", "This", "To"),
+    *("What", "When", "Where", "Whether", "Which", "Who", "With", "Without"),
+}
+# words that no sentence about a class begins with, either
+NO_SUBJECTS = NO_VERBS - {"A", "An", "One", "The", "This"}
 TIER = re.compile(r"tier|offload|disk|nvme|swap|host", re.IGNORECASE)
 
 
@@ -130,6 +140,28 @@ def test_no_file_is_long() -> None:
     assert not too_long, too_long
 
 
+def test_no_function_is_long() -> None:
+    """Its signature and its docstring do not count: commands have an option in each line there."""
+    found = {}
+    for module, tree in modules().items():
+        for node in (node for node in ast.walk(tree) if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))):
+            body = node.body[ast.get_docstring(node) is not None :]
+            found[f"{module}.{node.name}"] = (node.end_lineno or 0) - body[0].lineno + 1 if body else 0
+    assert max(found.values()) > LONGEST_FUNCTION / 2, "the check finds none"
+    assert {name: lines for name, lines in found.items() if lines > LONGEST_FUNCTION} == {}
+
+
+def test_constructors_have_few_arguments() -> None:
+    found = {}
+    for module, tree in modules().items():
+        if ".compat." in module:
+            continue  # DeepSpeed's signatures
+        for one in (node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)):
+            for method in (node for node in one.body if isinstance(node, ast.FunctionDef) and node.name == "__init__"):
+                found[one.name] = len(method.args.args) + len(method.args.kwonlyargs) - 1
+    assert {name for name, number in found.items() if number > MOST_ARGUMENTS} == FOREIGN_ARGUMENTS
+
+
 def test_the_scheduler_and_the_optimizer_have_no_fork_on_a_tier() -> None:
     for file in WITHOUT_TIERS:
         nodes = [node for node in ast.walk(ast.parse((HOME / file).read_text())) if isinstance(node, ast.Compare)]
@@ -143,3 +175,21 @@ def test_no_two_public_classes_have_one_name() -> None:
     found = {name: {home for home in places if ".compat." not in home} for name, places in homes().items()}
     twice = {name: sorted(places) for name, places in found.items() if len(places) > 1 and not name.startswith("_")}
     assert twice == {}
+
+
+def test_docstrings_stand_alone() -> None:
+    """Those of functions say what the function does, those of classes what an object is: neither needs the name."""
+    found: dict[str, str] = {}
+    for module, tree in modules().items():
+        for node in ast.walk(tree):
+            text = ast.get_docstring(node) if isinstance(node, (ast.FunctionDef, ast.ClassDef)) else None
+            is_class = isinstance(node, ast.ClassDef)
+            if text is None:
+                if is_class and not node.name.startswith("_"):
+                    found[f"{module}.{node.name}"] = "none"
+                continue
+            first = re.split(r"\W", text, maxsplit=1)[0]
+            is_property = any("property" in ast.unparse(mark) for mark in getattr(node, "decorator_list", ()))
+            if not is_property and (first in (NO_SUBJECTS if is_class else NO_VERBS) or first[:1].islower()):
+                found[f"{module}.{node.name}"] = text.splitlines()[0]
+    assert found == {}

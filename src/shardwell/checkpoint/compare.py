@@ -28,6 +28,8 @@ class Difference:
 
 @dataclass
 class Comparison:
+    """The differences of two checkpoints."""
+
     only_first: list[str] = field(default_factory=list)
     only_second: list[str] = field(default_factory=list)
     tensors: list[Difference] = field(default_factory=list)  # those that differ in any way
@@ -36,6 +38,7 @@ class Comparison:
 
     @property
     def same(self) -> bool:
+        """Return whether the checkpoints differ in nothing."""
         return not (self.only_first or self.only_second or self.tensors or self.values)
 
 

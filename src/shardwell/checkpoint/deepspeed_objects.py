@@ -18,7 +18,7 @@ _SCALERS = "deepspeed.runtime.fp16.loss_scaler"
 
 @dataclass(frozen=True)
 class DeepSpeedObject:
-    """What unpickles to an object of a class of DeepSpeed's with these attributes."""
+    """A stand-in that unpickles to an object of a class of DeepSpeed's with these attributes."""
 
     module: str
     name: str

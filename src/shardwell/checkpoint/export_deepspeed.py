@@ -49,7 +49,7 @@ SUB_GROUP_SIZE = 1_000_000_000  # DeepSpeed's default of that key; engines with 
 
 @dataclass(frozen=True)
 class Plan:
-    """What is written: the stage and the number of ranks, and the tensors in DeepSpeed's order."""
+    """The plan of an export: the stage and the number of ranks, and the tensors in DeepSpeed's order."""
 
     stage: int
     ranks: int

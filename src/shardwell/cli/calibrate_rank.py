@@ -45,7 +45,7 @@ _DISK_BYTES = 256 << 20
 
 @dataclass(frozen=True)
 class CalibrationJob:
-    """What the command asks of its ranks."""
+    """The job that the command gives to its ranks."""
 
     out: str  # the file for the figures, which rank 0 writes
     path: str | None = None  # a directory on the drive to measure

@@ -64,7 +64,7 @@ class Channel:
             raise ClosedError(str(error)) from None
 
     async def receive(self) -> bytes:
-        """The next message; `ClosedError` at the end."""
+        """Return the next message; raise `ClosedError` at the end."""
         length, code = _HEAD.unpack(await _exactly(self._reader, _HEAD.size))
         if length > MOST:
             raise StrangerError(f"a message of {length} bytes")
@@ -84,7 +84,7 @@ def key_of(secret: bytes | None) -> bytes:
 
 
 async def admit(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, key: bytes) -> Channel:
-    """The gate's side of the handshake; raises `StrangerError` unless the guest knows the key."""
+    """Perform the gate's side of the handshake; raise `StrangerError` unless the guest knows the key."""
     _keep_alive(writer)
     ours = os.urandom(_NUMBER)
     writer.write(_GREETING + ours)
@@ -124,10 +124,10 @@ async def _introduce(reader: asyncio.StreamReader, writer: asyncio.StreamWriter,
 
 
 async def within(seconds: float, doing: Awaitable[_T]) -> _T:
-    """What `doing` gives; `ClosedError` if it takes longer."""
+    """Return what `doing` gives; raise `ClosedError` if it takes longer."""
     try:
         return await asyncio.wait_for(doing, seconds)
-    except (asyncio.TimeoutError, TimeoutError):
+    except TimeoutError:
         raise ClosedError(f"no answer within {seconds:g} s") from None
 
 

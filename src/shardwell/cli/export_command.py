@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 
 
 class ExportFormat(str, Enum):
+    """The formats that checkpoints are exported to."""
+
     safetensors = "safetensors"
     dcp = "dcp"
     shardwell = "shardwell"
@@ -37,12 +39,16 @@ class ExportFormat(str, Enum):
 
 
 class ExportDtype(str, Enum):
+    """The dtypes that weights are exported in."""
+
     fp32 = "fp32"
     bf16 = "bf16"
     fp16 = "fp16"
 
 
 class Quantization(str, Enum):
+    """The codes that the weights of linear layers are exported in."""
+
     int8 = "int8"
     fp8 = "fp8"
 

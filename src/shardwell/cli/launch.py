@@ -41,7 +41,7 @@ _LINGER = 2.0  # seconds that a node stays after a failure, so that others at th
 
 @dataclass(frozen=True)
 class LaunchTopology:
-    """How many ranks run here, and how they meet ranks on other nodes."""
+    """The number of ranks that run here, and the place where they meet ranks on other nodes."""
 
     local_world_size: int
     min_nodes: int = 1

@@ -173,7 +173,7 @@ def _import_plans() -> None:
 
 @dataclass(frozen=True)
 class _Shown:
-    """What the command prints: a plan, if there is one, and its text and its values of JSON."""
+    """The output of the command: a plan, if there is one, and its text and its values of JSON."""
 
     report: PlanReport | None
     text: str

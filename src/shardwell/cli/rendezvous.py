@@ -180,7 +180,7 @@ class MultiNodeRendezvous(_Handler):
     # ------------------------------------------------------------------------------------------- through the gate
 
     async def _enter(self, deadline: float) -> Channel:
-        """A channel to the gate, which may open later than this; raises when it turns this node away."""
+        """Return a channel to the gate, which may open later than this; raise when it turns this node away."""
         turned_away: float | None = None
         wait = LongWait(
             f"waiting for the launcher at {self._address}:{self._port}, where the nodes meet: does it run there, can "

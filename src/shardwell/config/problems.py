@@ -18,7 +18,7 @@ _MOST_LETTERS = 200  # of a value in a message
 
 @dataclass
 class Findings:
-    """What the walk over one source has found so far."""
+    """The findings of the walk over one source so far."""
 
     where: str  # the file as the user named it
     problems: list[tuple[str, str]] = field(default_factory=list)  # (dotted key, sentence)

@@ -92,7 +92,7 @@ class Fp16Config(ConfigBlock):
 
 
 class AutocastConfig(ConfigBlock):
-    """torch.autocast, which the engine enters for each forward."""
+    """The settings of torch.autocast, which the engine enters for each forward."""
 
     enabled: Flag = Field(default=False, description="Run forward in torch.autocast over fp32 weights.")
     dtype: AutocastDtype = Field(default="bf16", description="Lower precision: bf16 or fp16; null means bf16.")
@@ -107,7 +107,7 @@ class DataTypesConfig(ConfigBlock):
 
 
 class ActivationCheckpointingConfig(ConfigBlock):
-    """How the inputs of recomputed blocks are stored until backward."""
+    """The storage of the inputs of recomputed blocks until backward."""
 
     partition_activations: Flag = Field(
         default=False,
@@ -121,7 +121,7 @@ class CheckpointConfig(ConfigBlock):
 
 
 class OffloadOptimizerConfig(ConfigBlock):
-    """Where master weights and optimizer state are stored (ZeRO-Offload, ZeRO-Infinity)."""
+    """The storage of master weights and optimizer state below the device (ZeRO-Offload, ZeRO-Infinity)."""
 
     device: Device = Field(
         default="none", description="Where optimizer state is stored: none = GPU, cpu = host memory, nvme = disk."
@@ -142,7 +142,7 @@ class OffloadOptimizerConfig(ConfigBlock):
 
 
 class OffloadParamConfig(ConfigBlock):
-    """Where parameter shards are stored (ZeRO-Infinity)."""
+    """The storage of parameter shards below the device (ZeRO-Infinity)."""
 
     device: Device = Field(
         default="none", description="Where parameter shards are stored: none = GPU, cpu = host memory, nvme = disk."
@@ -160,7 +160,7 @@ class OffloadParamConfig(ConfigBlock):
 
 
 class AioConfig(ConfigBlock):
-    """How bytes move between host memory and NVMe."""
+    """The settings of transfers between host memory and NVMe."""
 
     block_size: PositiveCount = Field(default=1_048_576, description="Bytes of one read or write, and of a stripe.")
     queue_depth: PositiveCount = Field(default=8, description="Blocks in flight for each path.")
@@ -182,7 +182,7 @@ class LeafModuleConfig(ConfigBlock):
 
 
 class ZeroConfig(ConfigBlock):
-    """What is sharded over the ranks, and how shards are communicated."""
+    """The settings of ZeRO: what is sharded over the ranks, and how shards are communicated."""
 
     stage: Stage = Field(default=0, description="0 nothing, 1 optimizer state, 2 + gradients, 3 + parameters sharded.")
     offload_optimizer: OffloadOptimizerConfig = Field(
@@ -247,7 +247,7 @@ class CodecsConfig(ConfigBlock):
 
 
 class MemoryConfig(ConfigBlock):
-    """How much of each tier `placement: "auto"` may fill: a share of the free bytes (up to 1), or bytes."""
+    """The part of each tier that `placement: "auto"` may fill: a share of the free bytes (up to 1), or bytes."""
 
     device: Budget = Field(
         default=0.75, description="On each GPU; the rest is left for activations, unsharded units and buffers."
@@ -257,7 +257,7 @@ class MemoryConfig(ConfigBlock):
 
 
 class TensorParallelConfig(ConfigBlock):
-    """Which ranks hold parts of the same tensors, and how a model that comes whole is cut."""
+    """The ranks that hold parts of the same tensors, and the plan by which a model that comes whole is cut."""
 
     autotp_size: Count = Field(default=0, description="Ranks that share each tensor; 0 and 1 = none.")
     plan: Literal["auto", "none"] | dict[StrictStr, StrictStr] = Field(
@@ -279,7 +279,7 @@ class TensorParallelConfig(ConfigBlock):
 
 
 class PipelineConfig(ConfigBlock):
-    """Which ranks run which modules."""
+    """The stages that a model is divided into, and the schedule in which ranks run them."""
 
     stages: PositiveCount = Field(default=1, description="Pipeline stages; 1 = no pipeline.")
     schedule: Literal["gpipe", "1f1b", "interleaved", "zb-h1"] = Field(

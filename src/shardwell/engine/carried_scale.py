@@ -58,7 +58,7 @@ class ModelScale:
 
 
 class ModelPrecision:
-    """How the passes of one model run: the device and dtype of its inputs, autocast, and the loss scale."""
+    """The settings of one model's passes: the device and dtype of its inputs, autocast, and the loss scale."""
 
     def __init__(self, config: Config, device: torch.device, met: Callable[[], None]) -> None:
         """Read the configuration; `met` is called when gradients get the model's loss scale."""

@@ -382,7 +382,7 @@ def _settle(engine: Engine, *, is_overwritten: bool = False) -> None:
 
 def _check_whole_steps(engine: Engine) -> None:
     """Raise if an update has begun before its step, a part of which would be saved. All ranks find the same."""
-    ahead = [unit.name for unit in engine._scheduler.units if unit.updates.is_ahead]
+    ahead = [unit.name for unit in engine._scheduler.units if unit.updates.is_early]
     if ahead:
         raise CheckpointError(
             f"the update of unit '{ahead[0] or '(root)'}' has begun before its step, and a checkpoint would hold a "

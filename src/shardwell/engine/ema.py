@@ -134,7 +134,7 @@ class ExponentialMovingAverage:
             engine.optimizer.settle()
         with engine._context.roles.agreement.failing_together("swapped"):
             for unit in engine._scheduler.units:
-                if unit.use.num_contexts or unit.updates.is_ahead:
+                if unit.use.num_contexts or unit.updates.is_early:
                     raise ShardwellError(
                         f"unit '{unit.name or '(root)'}' is in use: leave GatheredParameters, and call engine.step() "
                         "or engine.zero_grad(), before the parameters are exchanged for their averages"

@@ -6,7 +6,7 @@ import contextlib
 import os
 import weakref
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -73,12 +73,7 @@ class Engine(nn.Module):
         return by_name(block, device)
 
     def __init__(
-        self,
-        model: nn.Module,
-        config: Config,
-        scheduler: Scheduler,
-        context: EngineContext,
-        builder: UnitBuilder,
+        self, model: nn.Module, config: Config, scheduler: Scheduler, context: EngineContext, builder: UnitBuilder
     ) -> None:
         super().__init__()
         self.module, self._loop = model, UserLoop()
@@ -118,9 +113,11 @@ class Engine(nn.Module):
         copied = CopiedInputs(copies) if copies else None
         try:
             running, autocast = self._scheduler.forward_scope((args, kwargs)), self._precision.autocast()
-            together = self._context.roles.agreement.failing_together("forward")
-            with together, undone_if_aborted(self.module), running, autocast:
-                output = self._modules["module"](*args, **kwargs)  # type: ignore[misc]
+            roles, model = self._context.roles, cast(nn.Module, self._modules["module"])
+            together = roles.agreement.failing_together("forward")
+            undone = undone_if_aborted(model) if roles.grid.has_model_axes else contextlib.nullcontext()
+            with together, undone, running, autocast:
+                output = model(*args, **kwargs)
         finally:
             if copied is not None:
                 copied.give_back()

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from shardwell import checkpointing
+from shardwell import activation_checkpointing
 from shardwell.config import Config, SchedulerConfig, load
 from shardwell.engine.autotune import autotune
 from shardwell.engine.compilation import follow_compiled_parts
@@ -244,7 +244,7 @@ def _engine(
     )
     _meet_the_user(engine, scheduler)
     agreement.advise = _advice(model, settings.zero_optimization.stage)
-    checkpointing.follow(settings, model)
+    activation_checkpointing.use_config(settings, model)
     return engine
 
 

@@ -45,7 +45,7 @@ class WholeModel:
 
 
 class StageOfModel(WholeModel):
-    """This rank has some stages of the model: the first rank of each stage saves what is not sharded."""
+    """A part of a model for ranks that have some stages: the first rank of each stage saves what is not sharded."""
 
     is_divided = True
 

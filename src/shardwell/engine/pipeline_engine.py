@@ -119,7 +119,7 @@ class PipelinedEngine(Engine):
             self.module.train(was_training)
 
     def expect_hidden(self, hidden: Tensor | tuple[Tensor, ...]) -> None:
-        """On the meta device, take tensors of these shapes and dtypes for what the stage before sends."""
+        """Take tensors of these shapes and dtypes for what the stage before sends, on the meta device."""
         if self._plan.messages is not None:
             tensors = (hidden,) if isinstance(hidden, Tensor) else hidden
             forms = tuple(TensorForm(tuple(one.shape), one.dtype, one.is_floating_point()) for one in tensors)

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from shardwell import checkpointing
+from shardwell import activation_checkpointing
 from shardwell.config import Config, ShardwellConfig, ZeroConfig
 from shardwell.errors import ConfigError
 from shardwell.parallel import Collectives
@@ -144,7 +144,7 @@ def plan_pipeline(
         messages = StageMessages(links, num_ranks, context.device.torch_device)
     late = LateWeights(modules) if block.schedule == "zb-h1" else None
     if interval:
-        modules.recompute(checkpointing.checkpoint)
+        modules.recompute(activation_checkpointing.checkpoint)
     loss_fn = divided.__dict__["loss_fn"]
     _say_costs(settings, context)
     context = replace(context, tied=_tie(modules, divided, context))

@@ -28,7 +28,7 @@ _UNTIL = "gradients and secondary shards until the step"
 
 @dataclass(frozen=True)
 class UserArguments:
-    """Whether optimizer and schedule were passed to `initialize` beside the configuration."""
+    """A record of what was passed to `initialize` beside the configuration: an optimizer, a schedule."""
 
     optimizer: bool
     schedule: bool

@@ -127,7 +127,7 @@ class Teardown:
             return "its values were on disk, in files that its destroy() has deleted"
         if has_failed:
             state = f"{sum(unit.updates.count for unit in units)} updates of units"
-            is_updating = any(unit.updates.is_ahead for unit in units)
+            is_updating = any(unit.updates.is_early for unit in units)
             if (why_not := agreement.meet_after_failure(state, is_updating=is_updating)) is not None:
                 return why_not
         else:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from torch import nn
 
 from shardwell.memory import MemoryReport, StateKind, Tier
-from shardwell.memory.statistics import as_html, human, render
+from shardwell.memory.statistics import PrintsAsTable, human
 from shardwell.sharding import ShardedGroup, Unit
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ class UnitInfo:
         return sum(parameter.numel() for parameter in self.parameters.values())
 
 
-class UnitList(tuple[UnitInfo, ...]):
+class UnitList(PrintsAsTable, tuple[UnitInfo, ...]):
     """The units of an engine; it prints as a table."""
 
     __slots__ = ()
@@ -55,16 +55,6 @@ class UnitList(tuple[UnitInfo, ...]):
             size = human(sum(unit.bytes.values()))
             table.add_row(unit.name or "(root)", type(unit.module).__name__, f"{unit.numel:,}", places, size)
         return table
-
-    def __str__(self) -> str:
-        return render(self.table())
-
-    def _repr_pretty_(self, printer: Any, is_cycle: bool) -> None:
-        """Print the table in IPython and Jupyter."""
-        printer.text(str(self))
-
-    def _repr_html_(self) -> str:
-        return as_html(self.table())
 
 
 def describe_units(units: Sequence[Unit], memory: MemoryReport) -> UnitList:

@@ -22,7 +22,7 @@ from shardwell.parallel.traffic import TrafficKind
 
 @dataclass(frozen=True)
 class TokenRoute:
-    """How many rows this rank sends to each rank, and gets from it, and of which experts those are."""
+    """The numbers of rows that this rank sends to each rank, and gets from it, and the experts that they are for."""
 
     sent: list[int]  # by rank
     received: list[int]  # by rank

@@ -27,7 +27,7 @@ _ARGUMENTS = (
 
 @dataclass(eq=False)
 class ExpertShare:
-    """What a module of experts knows of the other ranks."""
+    """A record of what a module of experts knows of the other ranks."""
 
     name: str
     num_experts: int  # on all ranks

@@ -56,7 +56,7 @@ STRATEGIES: dict[str, tuple[str, dict[str, Any]]] = {
 
 @dataclass(frozen=True)
 class StrategyArguments:
-    """What a strategy was constructed with; the names are those of Lightning's DeepSpeedStrategy."""
+    """The arguments that a strategy was constructed with; the names are those of Lightning's DeepSpeedStrategy."""
 
     stage: int | None = None
     offload_optimizer: bool = False

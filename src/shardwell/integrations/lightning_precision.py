@@ -22,7 +22,7 @@ KNOWN = ("32-true", "64-true", "bf16-true", "16-true", "bf16-mixed", "16-mixed")
 
 
 class AroundPlugin:
-    """What both plugins share: they ask the plugin that Lightning chose for dtypes."""
+    """The base of both plugins: they ask the plugin that Lightning chose for dtypes."""
 
     plugin: Any
     precision: str

@@ -210,7 +210,7 @@ class TrainerStrategy:
         return make_engine(model, None, for_evaluation(config), self.root_device)
 
     def _clips_by_norm(self, trainer: Any, model: Any, clipped: tuple[nn.Parameter, ...]) -> bool:
-        """Whether the engine's own clipping does exactly what Lightning would do."""
+        """Return whether the engine's own clipping does exactly what Lightning would do."""
         algorithm = trainer.gradient_clip_algorithm
         trained = {id(parameter) for parameter in model.parameters() if parameter.requires_grad}
         return (

@@ -52,7 +52,7 @@ class ThreadQueue:
     def __init__(self, shape: IoQueueShape) -> None:
         self.completed = 0
         self._shape = shape
-        self._lanes = [_Lane() for _ in range(shape.lanes)]
+        self._lanes = [_BlockQueue() for _ in range(shape.lanes)]
         self._threads: list[threading.Thread] = []
         for lane in self._lanes:
             for _ in range(shape.depth * shape.parallelism):
@@ -89,7 +89,7 @@ class _Block:
         self.request.end(error, self.index, offset)
 
 
-class _Lane:
+class _BlockQueue:
     """Blocks that wait. Reads and writes alternate if both wait."""
 
     def __init__(self) -> None:
@@ -118,7 +118,7 @@ class _Lane:
             return (self._writes if self._wrote_last else reads).popleft()
 
 
-def _serve(lane: _Lane) -> None:
+def _serve(lane: _BlockQueue) -> None:
     while (block := lane.get()) is not None:
         block.run()
 

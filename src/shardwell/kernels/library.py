@@ -91,7 +91,7 @@ class QuantizedRows(ctypes.Structure):
 
 
 class UnusableLibraryError(ShardwellError):
-    """There is no library, or its version does not fit."""
+    """Raised if there is no library, or its version does not fit."""
 
 
 class Library:

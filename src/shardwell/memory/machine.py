@@ -26,7 +26,7 @@ _WORKSPACE, _LARGE_WORKSPACE = 8_519_680, 33_554_432  # bytes: torch's default f
 
 @dataclass(frozen=True)
 class SimulatedBlocks:
-    """How many of a model's identical blocks are simulated, and how many it has.
+    """The number of a model's identical blocks that are simulated, and the number that it has.
 
     What depends on a whole model, such as how its small parameters are shared, is decided as if all blocks were there.
     """

@@ -51,8 +51,28 @@ class StateKind(enum.Enum):
 Entry = tuple[StateKind, str, Tier]
 
 
+class PrintsAsTable:
+    """A base of reports that print as a table: as text, in IPython, and as HTML in notebooks."""
+
+    __slots__ = ()
+
+    def table(self) -> Table:
+        """Return a rich table of the report."""
+        raise NotImplementedError
+
+    def __str__(self) -> str:
+        return render(self.table())
+
+    def _repr_pretty_(self, printer: Any, is_cycle: bool) -> None:
+        """Print the table in IPython and Jupyter."""
+        printer.text(str(self))
+
+    def _repr_html_(self) -> str:
+        return as_html(self.table())
+
+
 @dataclass(frozen=True)
-class MemoryReport:
+class MemoryReport(PrintsAsTable):
     """Bytes on this rank, now and at the peak, by (state, unit, tier)."""
 
     now: dict[Entry, int]
@@ -100,16 +120,6 @@ class MemoryReport:
                 now, peak = self.total(tier=tier), self.total(tier=tier, at_peak=True)
                 table.add_row("all", tier.value, human(now), human(peak))
         return table
-
-    def __str__(self) -> str:
-        return render(self.table())
-
-    def _repr_pretty_(self, printer: Any, is_cycle: bool) -> None:
-        """Print the table in IPython and Jupyter."""
-        printer.text(str(self))
-
-    def _repr_html_(self) -> str:
-        return as_html(self.table())
 
 
 def human(size: float) -> str:

@@ -11,15 +11,15 @@ from dataclasses import dataclass
 from shardwell import virtual_time
 from shardwell.memory.streams import Event, Stream
 from shardwell.memory.timing import AllOf, Waitable
-from shardwell.virtual_time.virtual_clock import Lane, LanePoint, VirtualClock
+from shardwell.virtual_time.virtual_clock import Track, TrackPoint, VirtualClock
 
 
 @dataclass(frozen=True)
 class VirtualEvent(Event):
-    """A time of a lane."""
+    """A time of a track."""
 
     clock: VirtualClock | None = None
-    point: LanePoint | None = None
+    point: TrackPoint | None = None
 
     @property
     def time(self) -> float:
@@ -32,7 +32,7 @@ class VirtualEvent(Event):
         assert self.clock is not None
         assert self.point is not None
         self.clock.now()
-        self.clock.stream.take_over(self.point.lane, self.point.time)
+        self.clock.stream.take_over(self.point.track, self.point.time)
 
     @property
     def is_done(self) -> bool:
@@ -44,15 +44,15 @@ class VirtualEvent(Event):
         """Let the current thread wait until the event has passed."""
         assert self.clock is not None
         assert self.point is not None
-        self.clock.thread.take_over(self.point.lane, self.point.time)
+        self.clock.thread.take_over(self.point.track, self.point.time)
 
 
 @dataclass(frozen=True)
 class VirtualStream:
-    """A lane of the clock."""
+    """A track of the clock."""
 
     clock: VirtualClock
-    lane: Lane
+    track: Track
 
     def after_current(self) -> AbstractContextManager[None]:
         """Return a context that gives work to this stream, behind what the caller's stream has been given so far."""
@@ -63,26 +63,26 @@ class VirtualStream:
         return self._behind(event.point if isinstance(event, VirtualEvent) else None)
 
     @contextlib.contextmanager
-    def _behind(self, point: LanePoint | None) -> Iterator[None]:
-        with self.clock.on_stream(self.lane):
+    def _behind(self, point: TrackPoint | None) -> Iterator[None]:
+        with self.clock.on_stream(self.track):
             if point is not None:
-                self.lane.take_over(point.lane, point.time)
+                self.track.take_over(point.track, point.time)
             yield
 
     def record(self) -> Event:
         """Return an event behind the work that this stream has been given so far."""
-        return VirtualEvent(clock=self.clock, point=LanePoint(self.lane.at, self.lane))
+        return VirtualEvent(clock=self.clock, point=TrackPoint(self.track.at, self.track))
 
 
 def virtual_stream(clock: VirtualClock, name: str) -> Stream:
     """Return a new stream of a clock."""
-    return VirtualStream(clock=clock, lane=Lane(name))
+    return VirtualStream(clock=clock, track=Track(name))
 
 
 def virtual_event(clock: VirtualClock, stream: Stream | None = None) -> VirtualEvent:
     """Return an event behind what a stream, by default the current one, has been given so far."""
-    lane = stream.lane if isinstance(stream, VirtualStream) else None
-    return VirtualEvent(clock=clock, point=clock.now() if lane is None else LanePoint(lane.at, lane))
+    track = stream.track if isinstance(stream, VirtualStream) else None
+    return VirtualEvent(clock=clock, point=clock.now() if track is None else TrackPoint(track.at, track))
 
 
 def thread_event(clock: VirtualClock) -> VirtualEvent:
@@ -90,7 +90,7 @@ def thread_event(clock: VirtualClock) -> VirtualEvent:
     return VirtualEvent(clock=clock, point=clock.thread_now())
 
 
-def point_of(waitable: Waitable) -> LanePoint | None:
+def point_of(waitable: Waitable) -> TrackPoint | None:
     """Return the time at which something that can be waited for passes; None if it has passed at any time."""
     if isinstance(waitable, AllOf):
         points = [point for one in waitable.of if (point := point_of(one)) is not None]
@@ -109,10 +109,10 @@ class VirtualGate(threading.Semaphore):
     def __init__(self, clock: VirtualClock, value: int = 1) -> None:
         super().__init__(value)
         self._clock = clock
-        self._permits: list[LanePoint | None] = [None] * value
+        self._permits: list[TrackPoint | None] = [None] * value
 
     @property
-    def next(self) -> LanePoint | None:
+    def next(self) -> TrackPoint | None:
         """When the first permit may be acquired; None: at any time. There must be one."""
         return min(self._permits, key=_time)
 
@@ -130,7 +130,7 @@ class VirtualGate(threading.Semaphore):
         first = self.next
         self._permits.remove(first)
         if first is not None:
-            thread.take_over(first.lane, first.time)
+            thread.take_over(first.track, first.time)
         return True
 
     def release(self, n: int = 1) -> None:
@@ -143,5 +143,5 @@ def gate(value: int = 1) -> threading.Semaphore:
     return threading.Semaphore(value) if virtual_time.clock is None else VirtualGate(virtual_time.clock, value)
 
 
-def _time(point: LanePoint | None) -> float:
+def _time(point: TrackPoint | None) -> float:
     return 0.0 if point is None else point.time

@@ -33,7 +33,7 @@ _DEFAULT_INTERVAL = 10  # steps, if metrics are written and no lines are asked f
 
 
 class WatchedEngine(Protocol):
-    """What a monitor asks of an engine."""
+    """The members of an engine that a monitor reads."""
 
     settings: Config
     global_steps: int

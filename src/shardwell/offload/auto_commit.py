@@ -46,7 +46,7 @@ class WatchedUpdate:
     unit: Unit
     auto: AutoCommit
     arrival: PendingUpdate | None  # of an update that was started
-    is_ahead: bool  # an update was started on some ranks at least
+    is_early: bool  # an update was started on some ranks at least
 
     is_done = False  # a prefetch never waits for it
 
@@ -68,7 +68,7 @@ class WatchedUpdate:
         self._notice()
         if self.arrival is not None:
             self.arrival.wait_local()
-        if self.is_ahead:
+        if self.is_early:
             self.unit.publish()
 
 
@@ -152,12 +152,12 @@ class AutoCommit:
             self._options = hyperparameters_of(self._inner)
         self._begun[unit.index] = is_complete
         self._watched.append(unit)
-        is_ahead = self.phase is CommitPhase.AT_ONCE
-        unit.await_update(WatchedUpdate(unit, self, arrival if is_ahead else None, is_ahead), hides=True)
+        is_early = self.phase is CommitPhase.AT_ONCE
+        unit.await_update(WatchedUpdate(unit, self, arrival if is_early else None, is_early), hides=True)
         return True
 
     def has_begun(self, unit: Unit) -> bool:
-        """Whether the unit has had its update of this boundary, or would have had it."""
+        """Return whether the unit has had its update of this boundary, or would have had it."""
         return unit.index in self._begun
 
     def notice(self, what: str) -> None:

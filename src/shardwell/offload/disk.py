@@ -38,7 +38,7 @@ from shardwell.offload.disk_queue import (
     settle,
 )
 from shardwell.spans import waiting
-from shardwell.virtual_time.virtual_clock import LanePoint
+from shardwell.virtual_time.virtual_clock import TrackPoint
 
 __all__ = ["AioSettings", "DiskExtent", "DiskTier", "DiskTransfer", "aligned"]
 
@@ -90,7 +90,7 @@ class DiskTransfer:
         self._about = about  # the arguments of `check`, for the error message
         self._memory: Tensor | None = memory  # stays alive as long as the disks access it
         self._request: IoRequest | None = request
-        self.point: LanePoint | None = getattr(
+        self.point: TrackPoint | None = getattr(
             request, "point", None
         )  # in a simulation with virtual time: when it ends
         self._outcome: IoOutcome | None = None

@@ -28,7 +28,7 @@ from shardwell.memory.device import Device
 from shardwell.memory.machine import current_machine
 from shardwell.memory.statistics import human
 from shardwell.offload.disk_file import DiskFile, disk_error, free_bytes, rounded
-from shardwell.virtual_time.virtual_clock import LanePoint, VirtualClock
+from shardwell.virtual_time.virtual_clock import TrackPoint, VirtualClock
 
 ENGINES = ("io_uring", "threads", "python")
 JOBS = ("read", "write", "mixed")  # mixed: as many reads as writes, at the same time
@@ -95,7 +95,7 @@ class SimulatedRequest:
     """A request of a simulation, which ends at a time."""
 
     clock: VirtualClock | None = None
-    point: LanePoint | None = None
+    point: TrackPoint | None = None
     begin: float = 0.0
 
     def wait(self, milliseconds: int) -> IoOutcome:
@@ -104,7 +104,7 @@ class SimulatedRequest:
             return IoOutcome(True, 0)
         thread, point = self.clock.thread, self.point
         if milliseconds > 0:
-            thread.take_over(point.lane, point.time)
+            thread.take_over(point.track, point.time)
         return IoOutcome(point.time <= thread.at, 0, seconds=point.time - self.begin)
 
 

@@ -96,7 +96,7 @@ class EarlyExecutor(InlineExecutor):
             self._context.temporary.free(group.gradients.reduced.discard())
 
     def _may_update(self, norms: list[Tensor]) -> bool:
-        """Whether to update a unit; where the kernels read the overflow flag on the device, the host does not wait."""
+        """Return whether to update a unit; where the kernels read the overflow flag, the host does not wait."""
         if self._context.device.is_meta:
             return True
         is_finite = torch.isfinite(sum_of_squares(norms, self._context.device))
@@ -242,7 +242,7 @@ class UnpublishedUnits:
         if self._auto.watch(unit, pending, is_complete=is_complete):
             if commit is CommitPolicy.IMMEDIATE:
                 self._note(unit)
-                unit.updates.is_ahead = True
+                unit.updates.is_early = True
         elif commit is CommitPolicy.SPECULATIVE and self._queue is not None:
             self._note(unit)
             unit.await_update(Revocable(unit, self.revoke), hides=True)
@@ -260,7 +260,7 @@ class UnpublishedUnits:
     def add(self, unit: Unit) -> None:
         """Note an update that has begun: reads wait for it, and the secondary shard of old values is dropped."""
         self._note(unit)
-        unit.updates.is_ahead = True
+        unit.updates.is_early = True
         unit.await_update(PublishAfter(unit, self._pending(unit)))
 
     def _note(self, unit: Unit) -> None:
@@ -271,7 +271,7 @@ class UnpublishedUnits:
     def remove(self, unit: Unit) -> None:
         """Remove a unit that the caller publishes now."""
         if self._units.pop(unit.index, None) is not None:
-            unit.updates.is_ahead = False
+            unit.updates.is_early = False
             unit.await_update(None)
 
     def give_up(self, *, together: bool) -> None:
@@ -282,7 +282,7 @@ class UnpublishedUnits:
         """
         units, self._units = self._units, {}
         for unit in units.values():
-            unit.updates.is_ahead = False
+            unit.updates.is_early = False
             if self._queue is not None:
                 self._queue.give_up(unit)
             pending = self._pending(unit)

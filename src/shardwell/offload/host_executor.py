@@ -132,14 +132,14 @@ class HostExecutor:
         if commit is None:
             return
         self.queue.revoke(unit)  # a gradient came late: the update was computed without it
-        goes_ahead = is_complete and self._goes_ahead(unit, commit)
+        updates_early = is_complete and self._updates_early(unit, commit)
         shards = [s for s in self.slices.of(unit) if s.group.is_stepped_on_host and s.gradient is not None]
         self._norms[unit.index] = [self._norm_of(shard) for shard in shards]
-        self.queue.offloader.offload(unit, waits=not goes_ahead or commit is CommitPolicy.SPECULATIVE)
-        if goes_ahead:
-            self._start_ahead(unit, commit)
+        self.queue.offloader.offload(unit, waits=not updates_early or commit is CommitPolicy.SPECULATIVE)
+        if updates_early:
+            self._start_early(unit, commit)
 
-    def _goes_ahead(self, unit: Unit, commit: CommitPolicy) -> bool:
+    def _updates_early(self, unit: Unit, commit: CommitPolicy) -> bool:
         if commit is CommitPolicy.SPECULATIVE:
             return self.queue.may_speculate(self.slices.of(unit))
         return commit is CommitPolicy.IMMEDIATE
@@ -155,7 +155,7 @@ class HostExecutor:
             return norm_of(shard)
         return self.queue.offloader.norm_later(shard.group, shard.gradient), shard.group.spec.gradients.axis is None
 
-    def _start_ahead(self, unit: Unit, commit: CommitPolicy) -> None:
+    def _start_early(self, unit: Unit, commit: CommitPolicy) -> None:
         """Queue a unit's update before the norm is known."""
         if self.queue.is_queued(unit):
             raise ShardwellError(f"unit '{unit.name}' got another gradient after its update; commit after the norm")

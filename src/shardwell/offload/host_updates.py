@@ -111,7 +111,7 @@ class HostUpdate:
     new: list[ParamSlice]  # the shards that had no state before
     edits: list[tuple[ShardedGroup, Callable[[], bool]]]  # groups whose parameters the user may have edited
     assumed: float | None = None  # the factor that a speculative update assumes
-    shadow: SpeculativeState | None = None  # the memory of a speculative update
+    speculative_state: SpeculativeState | None = None  # the memory of a speculative update
     buffer: UpdateBuffer | None = None  # holds master weights and state that are stored on disk
     up: Event = field(default_factory=Event)  # passed when the parameters are on the device
     tickets: list[TaskHandle] = field(default_factory=list)  # of the update, and of the resolution of a speculation
@@ -168,7 +168,7 @@ class HostUpdateQueue:
         self._jobs: dict[int, HostUpdate] = {}  # of this boundary, by unit
         self.offloader = GradientOffloader(context, units, worker, kernel.threads, num_slots)
         self._outbox = StagingPool(self.offloader.pinned, _NUM_OUT, self.offloader.largest)
-        self.shadows: dict[int, SpeculativeState] = {}  # by unit
+        self.speculative_states: dict[int, SpeculativeState] = {}  # by unit
         self.backoff = SpeculationBackoff()
         if store is not None:
             store.measure(units, kernel)
@@ -220,7 +220,7 @@ class HostUpdateQueue:
     def leave(self, unit: Unit) -> None:
         """Forget a unit, and free what was kept for its updates."""
         self.cancel_prefetches()
-        self.drop_shadow(unit)
+        self.drop_speculative_state(unit)
         for group in unit.trainable:
             self.offloader.leave(group)
         if self.store is not None:
@@ -328,7 +328,7 @@ class HostUpdateQueue:
                 job.options = job.latest
             self._take_over_edits(job)
             if job.assumed is not None:
-                job.shadow = self._shadow_of(job)
+                job.speculative_state = self._speculative_state_of(job)
                 self._step(job, job.assumed)
             elif (known := factor()) is not None:
                 self._step(job, known)
@@ -350,7 +350,7 @@ class HostUpdateQueue:
         outs, slot = self._outs(job)
         try:
             for shard, options, out in zip(job.shards, job.options, outs, strict=True):
-                new = job.shadow.spares[shard] if job.shadow is not None else None
+                new = job.speculative_state.spares[shard] if job.speculative_state is not None else None
                 target, gradient = UpdateTarget(options, factor, out, new), job.gradient(shard)
                 for span in _chunks(shard.tensor.numel()):
                     self.kernel.step(_master(shard), gradient, self._states[shard.tensor], target, span)
@@ -407,19 +407,19 @@ class HostUpdateQueue:
         mine = [shard for shard in shards if shard.group.is_stepped_on_host and shard.label >= 0]
         return self.backoff.may_speculate and covers(mine)
 
-    def _shadow_of(self, job: HostUpdate) -> SpeculativeState:
-        shadow = self.shadows.get(job.unit.index)
-        if shadow is None or not shadow.fits(job.shards):
-            self.drop_shadow(job.unit)
-            shadow = SpeculativeState(job.unit, job.shards, self._states, self._context.memory_stats)
-            self.shadows[job.unit.index] = shadow
-        return shadow
+    def _speculative_state_of(self, job: HostUpdate) -> SpeculativeState:
+        found = self.speculative_states.get(job.unit.index)
+        if found is None or not found.fits(job.shards):
+            self.drop_speculative_state(job.unit)
+            found = SpeculativeState(job.unit, job.shards, self._states, self._context.memory_stats)
+            self.speculative_states[job.unit.index] = found
+        return found
 
-    def drop_shadow(self, unit: Unit) -> None:
+    def drop_speculative_state(self, unit: Unit) -> None:
         """Free the memory of a unit's speculative updates."""
-        shadow = self.shadows.pop(unit.index, None)
-        if shadow is not None:
-            shadow.strike_out()
+        found = self.speculative_states.pop(unit.index, None)
+        if found is not None:
+            found.strike_out()
 
     def settle(self, unit: Unit, factor: GradientFactor, options: list[Options]) -> None:
         """Queue the resolution of a speculation: the update is kept, or is done again with these `options`."""
@@ -459,10 +459,10 @@ class HostUpdateQueue:
             return  # or it will be settled: the update runs later, and knows the factor by then
         job.tickets[0].wait()
         known = factor()
-        shadow, job.shadow = job.shadow, None
-        assert shadow is not None
+        found, job.speculative_state = job.speculative_state, None
+        assert found is not None
         if known == job.assumed and are_same(job.options, job.latest):
-            shadow.commit(self._states)
+            found.commit(self._states)
             self._advance(job)
             return
         self.backoff.note_failure()

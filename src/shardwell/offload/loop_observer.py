@@ -13,7 +13,7 @@ from shardwell.runtime.pytree import tensors_in
 
 @dataclass(frozen=True)
 class StepBeginning:
-    """What is known of the graph of a backward before anything is updated."""
+    """The properties of the graph of a backward that are known before anything is updated."""
 
     num_forwards: int  # forwards of the engine with gradients since the last backward
     is_chained: bool  # an input has a graph of its own, for example another model's

@@ -34,7 +34,7 @@ class ReadAheadDepth:
     """
 
     def __init__(self, most: int, *, is_simulated: bool = False) -> None:
-        """With `is_simulated` reads begin as early as the slots allow: nothing takes time there."""
+        """Let reads begin as early as the slots allow if `is_simulated`: nothing takes time there."""
         self._most, self._is_simulated = most, is_simulated
         self._unit = 0.0  # average seconds that a unit is used
         self._page = 0.0  # seconds that a read takes, the longest of the recent ones

@@ -107,16 +107,16 @@ def _plan_places(states: ModelStates, specs: list[UnitSpec], settings: Config, c
         )
     places = {name: rungs[rung] for name, rung in zip(states.units, found.rungs, strict=True)}
     policy, below = commit_policy(settings), _below(places)
-    shadowed: set[str] = set(below) if policy is CommitPolicy.SPECULATIVE else set()
+    speculating: set[str] = set(below) if policy is CommitPolicy.SPECULATIVE else set()
     if _may_speculate(settings, context.device) and all(places[name].optimizer is Tier.HOST for name in below):
-        shadowed = _speculating(states, places, below, free[Tier.HOST] - found.needed[Tier.HOST])
+        speculating = _speculating(states, places, below, free[Tier.HOST] - found.needed[Tier.HOST])
     above = CommitPolicy.AFTER_NORM
     # With everything on the device, updates are those of a run without offloading.
     may_go_ahead = policy is CommitPolicy.IMMEDIATE or (policy is CommitPolicy.AUTO and bool(below))
     if may_go_ahead and settings.zero_optimization.stage == 3:
         above = policy
     return OffloadPlan(
-        {name: CommitPolicy.SPECULATIVE if name in shadowed else policy for name in below}, places, states, above
+        {name: CommitPolicy.SPECULATIVE if name in speculating else policy for name in below}, places, states, above
     )
 
 
@@ -187,14 +187,14 @@ def _plan_as_asked(
     if settings.shardwell.gradients == "auto":
         places |= _with_gradients_above(states, places, free[Tier.HOST] - needed[Tier.HOST] - buffers)
         needed = total(states.needs(name, place) for name, place in places.items())
-    shadowed = set(below) if policy is CommitPolicy.SPECULATIVE else set()
+    speculating = set(below) if policy is CommitPolicy.SPECULATIVE else set()
     if _may_speculate(settings, device) and not needed[Tier.DISK]:
-        shadowed = _speculating(states, places, below, free[Tier.HOST] - needed[Tier.HOST] - buffers)
+        speculating = _speculating(states, places, below, free[Tier.HOST] - needed[Tier.HOST] - buffers)
     _check_host(
-        ShortageReport(states, places, settings, mesh), needed[Tier.HOST], buffers, bool(shadowed), free[Tier.HOST]
+        ShortageReport(states, places, settings, mesh), needed[Tier.HOST], buffers, bool(speculating), free[Tier.HOST]
     )
     _check_drives(ShortageReport(states, places, settings, mesh), needed[Tier.DISK], device.machine)
-    commits = {name: CommitPolicy.SPECULATIVE if name in shadowed else policy for name in below}
+    commits = {name: CommitPolicy.SPECULATIVE if name in speculating else policy for name in below}
     return OffloadPlan(commits, _kept_above(places, kept), states, kept=kept)
 
 

@@ -13,7 +13,7 @@ from shardwell.memory.device import Device
 from shardwell.memory.timing import Waitable
 from shardwell.memory.virtual_streams import after_thread
 from shardwell.offload.disk_queue import aligned
-from shardwell.virtual_time.virtual_clock import LanePoint, VirtualClock
+from shardwell.virtual_time.virtual_clock import TrackPoint, VirtualClock
 
 
 class PinnedAllocator:
@@ -126,7 +126,7 @@ class VirtualThrottle(ByteThrottle):
     def __init__(self, most: int, clock: VirtualClock) -> None:
         super().__init__(most)
         self._clock = clock
-        self._removed: list[tuple[LanePoint, int]] = []
+        self._removed: list[tuple[TrackPoint, int]] = []
 
     def add(self, num_bytes: int) -> None:
         """Add bytes, and let the current thread wait if the bound is exceeded."""
@@ -135,7 +135,7 @@ class VirtualThrottle(ByteThrottle):
         while self._num_bytes and self._num_bytes + num_bytes > self._most:
             self._clock.progress_until(lambda: bool(self._removed))
             point, size = self._removed.pop(0)
-            self._clock.thread.take_over(point.lane, point.time)
+            self._clock.thread.take_over(point.track, point.time)
             super().remove(size)
         super().add(num_bytes)
 

@@ -29,7 +29,7 @@ from shardwell.sharding.storage_form import StorageForm
 
 @dataclass
 class OffloadTiers:
-    """What the groups of one engine, or the parameters of one `zero.Init`, store below the device."""
+    """The state that the groups of one engine, or the parameters of one `zero.Init`, store below the device."""
 
     device: Device
     stats: MemoryStats

@@ -6,9 +6,9 @@ work in order. If that wait fails, because a disk has stopped answering, the tas
 the error. A long task can let in tasks that are more urgent.
 
 In a simulation there are no threads: tasks run in the thread that submits them or waits for them, one after the other.
-With virtual time each worker has a lane of the clock, and tasks run in the order of their times: a task begins once the
-training loop's thread, or whoever waits for it, has got to that time, so that everything that was submitted before is
-there to choose from.
+With virtual time each worker has a track of the clock, and tasks run in the order of their times: a task begins once
+the training loop's thread, or the thread that waits for it, has got to that time, so that everything that was submitted
+before is there to choose from.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from shardwell.memory.timing import Waitable
 from shardwell.memory.virtual_streams import VirtualEvent, VirtualGate, after_thread, point_of, thread_event
 from shardwell.offload.cores import stay_on
 from shardwell.spans import waiting
-from shardwell.virtual_time.virtual_clock import IDLE, Lane, LanePoint, VirtualClock
+from shardwell.virtual_time.virtual_clock import IDLE, Track, TrackPoint, VirtualClock
 
 _MOST_LET_IN = 8  # tasks that have begun and are not done, because each let in the next
 
 
 class Turns:
-    """What takes the place of threads in a simulation: the workers of one engine run their tasks in turns."""
+    """A schedule in place of threads in a simulation: the workers of one engine run their tasks in turns."""
 
     def __init__(self) -> None:
         self._workers: weakref.WeakSet[Worker] = weakref.WeakSet()
@@ -61,7 +61,7 @@ class Turns:
 
 
 class TimedTurns(Turns):
-    """Workers with lanes of a clock: of all tasks, the one that begins first is next."""
+    """Workers with tracks of a clock: of all tasks, the one that begins first is next."""
 
     def __init__(self, clock: VirtualClock) -> None:
         super().__init__()
@@ -84,7 +84,7 @@ class TimedTurns(Turns):
             return False
         before, self._is_running = self._is_running, True
         try:
-            with self.clock.on_thread(worker.lane):
+            with self.clock.on_thread(worker.track):
                 worker.run_next(begin)
         finally:
             self._is_running = before
@@ -233,7 +233,7 @@ class _Agenda:
         possible = [task for task in reversed(self._tasks) if task.after.is_done]
         return min(possible, key=lambda task: (task.urgency, task.number), default=None)
 
-    def first_ready(self) -> LanePoint | None:
+    def first_ready(self) -> TrackPoint | None:
         """Return when the first task is ready, in a simulation with virtual time."""
         points = [point for task in self._tasks if (point := point_of(task.after)) is not None]
         return min(points, key=lambda point: point.time, default=None)
@@ -249,11 +249,11 @@ class Worker:
         gate: threading.Semaphore | None = None,
         turns: Turns | None = None,
     ) -> None:
-        """With `cores`, the thread and the threads that it starts stay on them.
+        """Keep the thread, and the threads that it starts, on `cores` if they are given.
 
         With a `gate`, the thread acquires it before it selects and runs each task. With `turns` there is no thread.
         """
-        self.turns, self.place, self.lane = turns, next(_places), Lane(name)
+        self.turns, self.place, self.track = turns, next(_places), Track(name)
         if turns is not None:
             turns.enter(self)
         self._name, self._cores, self._gate = name, cores, gate
@@ -310,7 +310,7 @@ class Worker:
         if ready is None or (isinstance(self._gate, VirtualGate) and not self._gate.is_open):
             return None
         opens = self._gate.next if isinstance(self._gate, VirtualGate) else None
-        return max(self.lane.at, ready.time, 0.0 if opens is None else opens.time)
+        return max(self.track.at, ready.time, 0.0 if opens is None else opens.time)
 
     def run_next(self, begin: float) -> None:
         """Run the most urgent task that is ready at a time; the clock's thread is that of this worker."""
@@ -318,8 +318,8 @@ class Worker:
             self._gate.acquire()
         ready = self._agenda.first_ready()
         assert ready is not None
-        self.lane.take_over(ready.lane, ready.time)
-        self.lane.fill(begin, IDLE)
+        self.track.take_over(ready.track, ready.time)
+        self.track.fill(begin, IDLE)
         task = self._agenda.take()
         assert task is not None
         task.ticket.run(task.work)

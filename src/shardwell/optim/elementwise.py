@@ -77,7 +77,7 @@ def kind_by_step(kind: type[Optimizer]) -> type[Optimizer]:
 
 
 def _is_same(kind: type, base: type, name: str) -> bool:
-    """Whether a class has its base's method; torch wraps `step` anew in each class."""
+    """Return whether a class has its base's method; torch wraps `step` anew in each class."""
     return inspect.unwrap(getattr(kind, name)) is inspect.unwrap(getattr(base, name))
 
 
@@ -154,7 +154,7 @@ def _try(make: Make, name: str, dims: list[list[int]], device: Device) -> None:
 
 
 def _gives_the_same(make: Make, dims: list[list[int]], device: Device) -> bool:
-    """Whether steps over full tensors and over the slices of two ranks give the same values."""
+    """Return whether steps over full tensors and over the slices of two ranks give the same values."""
     generator = torch.Generator().manual_seed(0)
     shapes = [[_SHAPES[min(dim, 4)] for dim in (own or [1]) for _ in range(2)] for own in dims]
     whole = [[torch.randn(shape, generator=generator) for shape in own] for own in shapes]

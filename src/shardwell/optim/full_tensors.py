@@ -25,7 +25,7 @@ from shardwell.sharding.tensor_part import TensorPart, part_of
 
 
 def needs_full_tensors(optimizer: Optimizer) -> bool:
-    """Whether the optimizer is not elementwise, so that its steps over shards need collectives."""
+    """Return whether the optimizer is not elementwise, so that its steps over shards need collectives."""
     return hasattr(optimizer, "whole")
 
 

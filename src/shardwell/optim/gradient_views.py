@@ -48,7 +48,7 @@ class GradientHolder(Protocol):
     """The object that holds the gradients."""
 
     def sums_may_wait(self) -> bool:
-        """Whether some rank may have gradients that are not averaged yet; the same answer on all ranks."""
+        """Return whether some rank may have gradients that are not averaged yet; the same answer on all ranks."""
 
     def set_gradient(self, unit: Unit, group: ShardedGroup, index: int, grad: Tensor) -> None:
         """Take over a gradient of this rank that the user set, and set `p.grad` as for any other gradient."""
@@ -288,7 +288,7 @@ class GradientViews:
     # ------------------------------------------------------------------------------------------------- changes
 
     def sums_may_wait(self) -> bool:
-        """Whether some rank may have gradients that are not averaged yet; the same answer on all ranks."""
+        """Return whether some rank may have gradients that are not averaged yet; the same answer on all ranks."""
         return self._holder.sums_may_wait()
 
     def note_change(self) -> None:

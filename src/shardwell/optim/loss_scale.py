@@ -35,7 +35,7 @@ class NoScale(LossScale):
 
 @dataclass(frozen=True)
 class ScaleRules:
-    """How a dynamic loss scale changes."""
+    """The rules by which a dynamic loss scale changes."""
 
     window: int = 1000  # boundaries without overflow before it doubles
     hysteresis: int = 2  # overflows, the last one included, before it halves

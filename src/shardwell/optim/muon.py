@@ -84,7 +84,7 @@ class Muon(Optimizer):
 
     @staticmethod
     def wants_whole(group: dict[str, Any]) -> bool:
-        """Whether the parameters of a group go through `whole.through`."""
+        """Return whether the parameters of a group go through `whole.through`."""
         return bool(group["use_muon"])
 
     def _muon_groups(self) -> Iterator[dict[str, Any]]:

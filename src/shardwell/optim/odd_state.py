@@ -28,7 +28,7 @@ class KeptEntries:
 
 
 def is_usual(value: Any, usual: Tensor) -> bool:
-    """Whether an entry is a number as this optimizer keeps it, of which `usual` is an example."""
+    """Return whether an entry is a number as this optimizer keeps it, of which `usual` is an example."""
     return isinstance(value, Tensor) and (value.ndim, value.dtype, value.device) == (0, usual.dtype, usual.device)
 
 

@@ -215,7 +215,7 @@ class ShardedOptimizer(Optimizer):
                 optimizer._opt_called = True  # type: ignore[attr-defined]
 
     def _may_step(self, norm: Tensor) -> bool:
-        """Whether to update at all; where the kernels read the overflow flag on the device, the host does not wait."""
+        """Return whether to update at all; where the kernels read the overflow flag, the host does not wait."""
         if self.executor.vetoes_on_device and not self.scale.is_on:
             self.inner.found_inf = (~torch.isfinite(norm)).float()  # type: ignore[attr-defined]
             return True

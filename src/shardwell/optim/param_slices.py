@@ -198,7 +198,7 @@ class ParamSlices:
 
 
 def is_elementwise(value: Any, shard: ParamSlice) -> bool:
-    """Whether an entry of a slice's state has a value for each element."""
+    """Return whether an entry of a slice's state has a value for each element."""
     return isinstance(value, Tensor | Moment8bit) and value.shape == shard.tensor.shape
 
 
@@ -265,7 +265,7 @@ def check_cut(optimizer: Optimizer, given: Mapping[str, Any], world: Collectives
 
 
 def _is_of_another(optimizer: Optimizer, tensor: Tensor, given: Mapping[str, Any]) -> bool:
-    """Whether a state has other shapes than the optimizer's, or, without own state, none of its tensor's shape."""
+    """Return whether a state has other shapes than the optimizer's, or, without one, none of its tensor's shape."""
     own = optimizer.state.get(tensor, {})
     shapes = {name: value.shape for name, value in given.items() if isinstance(value, Tensor) and value.numel() > 1}
     if own:

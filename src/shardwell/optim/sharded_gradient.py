@@ -251,7 +251,7 @@ _set_data = Tensor.data.__set__  # type: ignore[attr-defined]
 
 
 def _is_for_parts(func: Any) -> bool:
-    """Whether a function reads no values, changes them in place or takes norms: `__torch_dispatch__` handles it."""
+    """Return whether a function reads no values, changes them in place or takes norms, as `__torch_dispatch__` can."""
     if func in METADATA:
         return True
     name = getattr(func, "__name__", "")
@@ -311,7 +311,7 @@ def _plain(value: Any) -> Any:
 
 
 def _is_of_all(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether a norm is over all dimensions, to a scalar."""
+    """Return whether a norm is over all dimensions, to a scalar."""
     dim = args[2] if len(args) > 2 else kwargs.get("dim")
     keeps = args[3] if len(args) > 3 else kwargs.get("keepdim", False)
     return dim is None and not keeps

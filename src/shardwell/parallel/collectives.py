@@ -14,7 +14,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -36,12 +36,18 @@ from shardwell.parallel.traffic import BETWEEN, INSIDE, TrafficKind, TrafficRepo
 from shardwell.parallel.transport import DirectTransport, GlooTransport, Transport, Work, end_loans, lend
 
 MANY_RANKS = 64  # from which on ranks compare tokens by collectives: one process holds the store, and serves them all
-_MOST_TOKENS = 1 << 14  # tokens with sizes that are cached
+_MOST_TOKENS = 1 << 14  # with sizes, that are cached
+
+
+@lru_cache(_MOST_TOKENS)
+def _with_size(token: str, numel: int, dtype: torch.dtype) -> str:
+    """Return a token with the size and dtype of its tensor."""
+    return f"{token} ({numel:,} x {str(dtype).removeprefix('torch.')})"
 
 
 @dataclass(frozen=True)
 class ReceivedParts:
-    """How many equal parts of a tensor this rank receives in a collective, and in how many hops."""
+    """The number of equal parts of a tensor that this rank receives in a collective, and the number of hops."""
 
     intra_node: int
     inter_node: int
@@ -78,7 +84,6 @@ class Collectives:
         self.hops, self.replicate, self.shard_index = None, None, mesh.rank
         self.host_drives_progress = mesh.backend == "gloo"
         self._spans_nodes = False  # some ranks are on other nodes
-        self._sized: dict[tuple[str, int, torch.dtype], str] = {}  # tokens with element count and dtype
         self.set_nodes(mesh)
 
     def over(self, mesh: RankGroup) -> Collectives:
@@ -174,7 +179,7 @@ class Collectives:
             self._begin(token, flat, kind, codec.num_bytes(flat.numel() // self.rank_group.size), self._from_shards)
             return quantized.all_gather(self, flat, codec, self._temporary)
         self._begin(token, flat, kind, flat.numel() * flat.element_size() // self.rank_group.size, self._from_shards)
-        return self.transport.all_gather(_sendable(flat))
+        return self.transport.all_gather(flat if flat.element_size() > 1 else _sendable(flat))
 
     def all_gather_codes(
         self,
@@ -344,8 +349,7 @@ class Collectives:
             size, replicas = self.rank_group.size, self.replicate
             num_issuing = size if replicas is None else size * replicas.rank_group.size
             if tensor is not None and num_issuing == agreement.size:
-                key = token, tensor.numel(), tensor.dtype
-                token = self._sized.get(key) or self._with_size(key)
+                token = _with_size(token, tensor.numel(), tensor.dtype)
             if agreement.failures.error is not None or not agreement.tokens.follow(token):
                 agreement.announce(token)
         if received.num_hops:
@@ -367,13 +371,6 @@ class Collectives:
         self._begin(
             None, None, kind, num_bytes, self._received_from(ranks.ranks.index(source) if ranks.ranks else source)
         )
-
-    def _with_size(self, key: tuple[str, int, torch.dtype]) -> str:
-        token, numel, dtype = key
-        if len(self._sized) >= _MOST_TOKENS:
-            self._sized.clear()
-        sized = self._sized[key] = f"{token} ({numel:,} x {str(dtype).removeprefix('torch.')})"
-        return sized
 
     def _received_from(self, source: int) -> ReceivedParts:
         """Return what this rank receives if only `source` sends."""

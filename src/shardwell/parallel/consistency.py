@@ -58,10 +58,10 @@ class _Exchange:
         """Return the data of the two ranks, on all ranks."""
         if self._rank in self._speakers:
             self._store.set(f"{self._prefix}/{what}/{self._rank}", json.dumps(mine))
-        first, second = (self._hear(f"{self._prefix}/{what}/{rank}", rank) for rank in self._speakers)
+        first, second = (self._receive(f"{self._prefix}/{what}/{rank}", rank) for rank in self._speakers)
         return first, second
 
-    def _hear(self, key: str, rank: int) -> Any:
+    def _receive(self, key: str, rank: int) -> Any:
         """Wait for a rank's message in the store and return it."""
         deadline, pause = time.monotonic() + _TIMEOUT, Pause(self._size)
         while not self._store.check([key]):

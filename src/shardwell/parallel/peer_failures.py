@@ -34,7 +34,7 @@ _NO_RETURN = (
 
 
 class Departure:
-    """What the other ranks must know when this rank's process ends, also if its engine is gone by then.
+    """The news that the other ranks must get when this rank's process ends, also if its engine is gone by then.
 
     It holds nothing of the engine but a count, so that it may be kept until the process ends.
     """

@@ -23,7 +23,7 @@ Keep = Callable[[Tensor], None]  # is passed the quantised shards of all ranks, 
 
 
 class Route(Protocol):
-    """What a quantised collective needs of the `Collectives` that announced and counted it."""
+    """The parts that a quantised collective needs of the `Collectives` that announced and counted it."""
 
     @property
     def rank_group(self) -> RankGroup: ...

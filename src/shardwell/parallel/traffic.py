@@ -10,9 +10,9 @@ import enum
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
-from shardwell.memory.statistics import as_html, human, render
+from shardwell.memory.statistics import PrintsAsTable, human
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -44,7 +44,7 @@ INSIDE, BETWEEN = "inside", "between"  # inside a node; between nodes
 
 
 @dataclass(frozen=True)
-class TrafficReport:
+class TrafficReport(PrintsAsTable):
     """Bytes received by this rank, by (kind, hop), and the number of collectives by kind."""
 
     received: dict[tuple[TrafficKind, str], int]
@@ -70,16 +70,6 @@ class TrafficReport:
                 inside, between = (self.received.get((kind, hop), 0) for hop in (INSIDE, BETWEEN))
                 table.add_row(kind.value, str(self.calls[kind]), human(inside), human(between))
         return table
-
-    def __str__(self) -> str:
-        return render(self.table())
-
-    def _repr_pretty_(self, printer: Any, is_cycle: bool) -> None:
-        """Print the table in IPython and Jupyter."""
-        printer.text(str(self))
-
-    def _repr_html_(self) -> str:
-        return as_html(self.table())
 
 
 class CollectiveObserver(Protocol):

@@ -122,7 +122,7 @@ class Arrival:
 
 
 class StageMessages:
-    """What one rank of a pipeline sends and receives."""
+    """The messages that one rank of a pipeline sends and receives."""
 
     def __init__(self, links: PointToPoint, num_ranks: int, device: torch.device) -> None:
         self._links, self._num_ranks, self._device = links, num_ranks, device

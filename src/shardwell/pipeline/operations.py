@@ -15,7 +15,7 @@ from shardwell.errors import ShardwellError
 
 
 class Pass(enum.Enum):
-    """What an operation computes."""
+    """The computation of an operation."""
 
     FORWARD = "F"
     BACKWARD = "B"

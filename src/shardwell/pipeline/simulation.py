@@ -14,7 +14,7 @@ from shardwell.pipeline.schedules import Schedule, needs
 
 
 class OperationTimes(Protocol):
-    """What operations and messages take."""
+    """The times that operations and messages take."""
 
     def end_of(self, one: Operation, begin: float) -> float:
         """Return when an operation ends that begins at a time."""

@@ -36,7 +36,7 @@ class MeasuredFigure:
 
 @dataclass(frozen=True)
 class Calibration:
-    """What was measured of a machine."""
+    """The figures that were measured of a machine."""
 
     device: str
     has_gpus: bool

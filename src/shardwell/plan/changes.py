@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from shardwell.errors import ShardwellError
+from shardwell.memory import Tier
 from shardwell.memory.machine import SimulatedMachine
 from shardwell.plan.axes import with_axes
 from shardwell.plan.estimate import without_kept
@@ -157,6 +158,6 @@ def _with(choice: PlanChoice, words: str, **block: Any) -> PlanChoice:
 
 
 def _depth(zero: dict[str, Any], *keys: str) -> int:
-    """Return how deep the tier of the first of these blocks is, of all if none is named."""
-    found = [zero.get(key) or {} for key in keys or zero]
-    return max((["none", "cpu", "nvme"].index(one.get("device", "none")) for one in found), default=0)
+    """Return how deep the deepest tier of these blocks is, of all if none is named."""
+    depths = {tier.offload_device: depth for depth, tier in enumerate(Tier)}
+    return max((depths[(zero.get(key) or {}).get("device", "none")] for key in keys or zero), default=0)

@@ -52,7 +52,7 @@ class TierComparison:
 
 @dataclass(frozen=True)
 class PlanComparison:
-    """What a simulation predicts of a running job, beside what was counted."""
+    """The predictions of a simulation of a running job, beside what was counted."""
 
     tiers: tuple[TierComparison, ...]
     traffic: dict[str, tuple[int, int]]  # "kind hop": bytes received in a step, predicted and counted in the last one

@@ -81,7 +81,7 @@ def simulated_sizes(costs: StepCosts) -> dict[str, dict[str, int]]:
 
 @dataclass(frozen=True)
 class StructureClass:
-    """What may be simulated at any point: a model for each batch and sequence, and a configuration for each node."""
+    """A family of simulations: a model for each batch and sequence, and a configuration for each node."""
 
     model: Callable[[int, int], BlockModel]  # of batch and sequence
     config: Callable[[int], dict[str, Any]]  # of the ranks of a node
@@ -96,7 +96,7 @@ class StructureClass:
 
 @dataclass(frozen=True)
 class _Trace:
-    """What forms are made from at one depth: changes as terms, and instants."""
+    """The changes as terms, and the instants, from which forms are made at one depth."""
 
     start: list[tuple[Change, Terms]]
     changes: list[tuple[Change, Terms]]

@@ -24,7 +24,7 @@ class FusedKernels(TorchFunctionMode):
     def __init__(
         self, autocast: Callable[[], AbstractContextManager[Any]] = nullcontext, *, has_gpus: bool = True
     ) -> None:
-        """With `autocast`, forwards that a backward recomputes run in it. Without GPUs only attention is fused."""
+        """Run forwards that a backward recomputes in `autocast`, if given. Without GPUs only attention is fused."""
         super().__init__()
         self._autocast, self._has_gpus = autocast, has_gpus
 

@@ -63,7 +63,7 @@ table { min-width: min(24rem, 100%); }
 
 @dataclass(frozen=True)
 class PlanPage:
-    """What a page is made from; without `what_if` it says why there is no panel."""
+    """The data of a page; without `what_if` it says why there is no panel."""
 
     report: PlanReport
     model: str  # as the command takes it

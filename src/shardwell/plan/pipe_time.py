@@ -29,7 +29,7 @@ _NEAR = 0.005  # share of an operation's time by which a third depth may differ 
 
 
 class _Place(enum.Enum):
-    """Where an operation is among those of its stage."""
+    """The position of an operation among those of its stage."""
 
     FIRST = 0  # its forward may wait for what the last step has published
     BETWEEN = 1
@@ -47,7 +47,7 @@ _Key = tuple[int, Pass, _Place]  # the chunk of the rank, the pass and the place
 
 @dataclass(frozen=True)
 class RankTimes:
-    """What the operations of a rank take, and what is left when they are done."""
+    """The times that the operations of a rank take, and what is left when they are done."""
 
     operations: dict[_Key, StepTime]
     drain: StepTime  # until its gradients are reduced

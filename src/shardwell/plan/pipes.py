@@ -146,7 +146,7 @@ class Pipe:
 
 @dataclass(frozen=True)
 class PipeRun:
-    """What a simulation of a rank of a pipeline takes: a model, a configuration, a machine and a whole step."""
+    """The input of a simulation of a rank of a pipeline: a model, a configuration, a machine and a whole step."""
 
     build: Callable[[], SplitModel]
     config: dict[str, Any]

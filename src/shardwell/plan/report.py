@@ -27,7 +27,7 @@ ASSUMPTIONS = (
 
 @dataclass(frozen=True)
 class TierVerdict:
-    """What a tier needs and what it has, for one device, or for all ranks of a node."""
+    """The bytes that a tier needs and that it has, for one device, or for all ranks of a node."""
 
     tier: Tier
     needed: int
@@ -41,7 +41,7 @@ class TierVerdict:
 
 @dataclass(frozen=True)
 class PlanReport:
-    """What one step of a model takes on one rank of a machine."""
+    """The memory, traffic and time that one step of a model takes on one rank of a machine."""
 
     name: str
     config: dict[str, Any]

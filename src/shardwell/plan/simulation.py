@@ -38,7 +38,7 @@ Numbers = dict[str, int]
 
 @dataclass(frozen=True)
 class StepCosts:
-    """What a rank holds between steps and at the peaks of a step, and what it moves in one."""
+    """The bytes that a rank holds between steps and at the peaks of a step, and those that it moves in one."""
 
     num_parameters: int
     num_trainable: int

@@ -23,7 +23,7 @@ ALIKE = 1.03  # a ratio up to which two plans are said to be alike
 
 @dataclass(frozen=True, order=True)
 class PlanSpeed:
-    """What a token costs one rank; the smaller is the faster. Ranks that train on the same rows share their tokens."""
+    """The cost of a token on one rank; the smallest is the fastest. Ranks that train on the same rows share tokens."""
 
     seconds: float  # 0 where time is not known
     offloaded: float  # bytes to and from host and disk

@@ -119,7 +119,7 @@ def _smallest(pipe: Pipe, rank: int) -> StagePart:
 
 @dataclass(frozen=True)
 class _Shifted:
-    """What a rank takes if it differs from another one by a constant."""
+    """The costs of a rank that differ from those of another one by a constant."""
 
     other: _Lines | _Shifted
     shift: StepCosts
@@ -140,7 +140,7 @@ class _Shifted:
 
 @dataclass(frozen=True)
 class _Lines:
-    """What a rank takes with one of two numbers of blocks, and one of two numbers of micro-batches."""
+    """The costs of a rank with one of two numbers of blocks, and one of two numbers of micro-batches."""
 
     pipe: Pipe
     rank: int

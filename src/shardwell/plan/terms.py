@@ -10,10 +10,10 @@ import functools
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, cast, get_args
 
 from shardwell.errors import ShardwellError
-from shardwell.kernels.quantize import Codec
+from shardwell.kernels.quantize import Codec, Kind
 from shardwell.plan.trees import Symbol, Tree, aligned, evaluate, plus, times
 from shardwell.sharding.layout import TensorSpec, make_layout
 
@@ -34,7 +34,7 @@ class NoFormError(ShardwellError):
 
 @dataclass(frozen=True)
 class Point:
-    """Where a model is simulated."""
+    """A point at which a model is simulated."""
 
     nodes: int
     per_node: int
@@ -76,9 +76,9 @@ def _rows(shard: str) -> tuple[Tree, ...]:
 def _coded(shard: str) -> tuple[Tree, ...]:
     """Return the bytes of rows that a codec may have made of a group."""
     found = []
-    for kind in ("int8", "int4", "fp8"):
+    for kind in get_args(Kind):
         for elements, counts in ((shard, (1, "nodes", "ranks")), (times("nodes", shard), (1, "per_node"))):
-            size = cast(Symbol, cast(Any, Codec(cast(Any, kind)).num_bytes)(Symbol(elements))).tree
+            size = cast(Symbol, cast(Any, Codec(kind).num_bytes)(Symbol(elements))).tree
             found += [times(count, size) for count in counts]
     return tuple(dict.fromkeys(found))
 

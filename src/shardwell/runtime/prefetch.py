@@ -131,7 +131,7 @@ class Prefetch:
         self.budget = PrefetchBudget(limits, num_ranks)
         self.links: list[PrefetchLink] = []  # bring shards below the device to it, ahead of their all-gathers
 
-    def ahead(self, expected: Unit | None, order: ExecutionOrder) -> Iterator[Unit]:
+    def units_to_start(self, expected: Unit | None, order: ExecutionOrder) -> Iterator[Unit]:
         """Yield the units whose all-gathers are to be started ahead, `expected` first.
 
         Each must be started before the next one is asked for: what is unsharded then is counted.

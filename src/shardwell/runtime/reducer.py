@@ -51,7 +51,7 @@ class StepCounts:
 
 @dataclass(frozen=True)
 class MicroStep:
-    """How gradients that arrive now are averaged. It is replaced when one of its conditions changes."""
+    """The way in which gradients that arrive now are averaged. It is replaced when one of its conditions changes."""
 
     num_averaged: int  # ranks that gradients are averaged over
     accumulation_steps: int

@@ -37,7 +37,7 @@ _is_retained: Callable[[Unit], bool] = attrgetter("use.is_retained")
 
 @dataclass
 class GraphUse:
-    """Whether the user may still run a backward through a graph that a forward recorded."""
+    """A record of whether the user may still run a backward through a graph that a forward recorded."""
 
     is_open: bool = False  # no step has used the graph up yet
     was_used: bool = False  # a backward went through it
@@ -89,8 +89,7 @@ class Scheduler:
         self.saved.take(self._resharding_units)
         optimizer = next((unit.optimizer for unit in units if unit.optimizer is not None), None)
         take_edits = partial(take_edits_closely, units)
-        reducer = self.reducer
-        views = reducer.views.take_edits
+        reducer, views = self.reducer, self.reducer.views.take_edits
         owner = UnitOwner(self.retain, reducer.reduce_now, views, take_edits, self.adopt, optimizer, self.end)
         for unit in units:
             unit.owner = owner
@@ -105,8 +104,7 @@ class Scheduler:
     def recording(self, trace: Trace | None = None) -> Iterator[Trace]:
         """Record all actions in a trace, by default in a new one."""
         trace = Trace([unit.name for unit in self.units]) if trace is None else trace
-        before, self.trace = self.trace, trace
-        self.reducer.trace = trace
+        before, self.trace, self.reducer.trace = self.trace, trace, trace
         try:
             yield trace
         finally:
@@ -173,7 +171,8 @@ class Scheduler:
         if current_task() != -1:
             self._pre_recomputation(unit)
             return
-        self._end_bundle(unit)
+        if self._bundle is not None:
+            self._end_bundle(unit)
         unit.use.in_forward += 1
         if torch.is_grad_enabled():
             self.graph.is_open = True
@@ -244,7 +243,7 @@ class Scheduler:
         expected = order.visit(unit)
         self._start_unshard(unit)
         unit.wait()
-        for ahead in self.prefetch.ahead(expected, order):
+        for ahead in self.prefetch.units_to_start(expected, order):
             self._start_unshard(ahead)
         for link in self.prefetch.links:
             link.start(expected, order)
@@ -328,7 +327,8 @@ class Scheduler:
         Where gradients are enabled, a second backward will go through this one, and no hook will tell what it needs of
         the unit. `recomputes`: they are enabled only because the unit's forward is recomputed.
         """
-        self._end_bundle(unit)
+        if self._bundle is not None:
+            self._end_bundle(unit)
         self._enter_graph_task(unit)
         if not recomputes and torch.is_grad_enabled():
             unit.use.is_retained = True
@@ -446,7 +446,7 @@ class Scheduler:
     # ----------------------------------------------------------------------------------------------------- step
 
     def finish_backward(self) -> None:
-        """At the boundary, finish everything that backward started, and reduce the gradients that were deferred."""
+        """Finish at the boundary everything that backward started, and reduce the gradients that were deferred."""
         with self.reducer.ending():
             for unit in self.units:
                 for group in unit.trainable:

@@ -26,7 +26,7 @@ class PackedDocuments:
 
 @dataclass(frozen=True)
 class WholeTokens:
-    """What the ranks know together about the tokens of whole sequences."""
+    """The facts that the ranks know together about the tokens of whole sequences."""
 
     num_tokens: int  # of a row
     padding: Tensor | None  # batch, tokens: whether a token is one; None if all are

@@ -116,7 +116,7 @@ class AssembledStorage(FormStorage):
 
 
 class SplitStorage(AssembledStorage):
-    """bf16 parameters, and a remainder with the lower halves of their fp32 master weights."""
+    """A storage of bf16 parameters, and of a remainder with the lower halves of their fp32 master weights."""
 
     form = StorageForm.SPLIT_BF16
 

@@ -118,7 +118,7 @@ def take_edits_before_step(units: Sequence[Unit]) -> None:
 
 
 def _fits(one: ReplacedValues) -> bool:
-    """Whether the values can be taken over; with another shape, the unit has to be rebuilt."""
+    """Return whether the values can be taken over; with another shape, the unit has to be rebuilt."""
     slot, data, place = one.slot, one.parameter.data, one.group.views.tensors[one.index]
     if one.group.context.device.is_meta:
         return False
@@ -137,7 +137,7 @@ def _fits(one: ReplacedValues) -> bool:
             f"rank holds only its shard of unit '{one.unit.name}'. Change it inside "
             "`with shardwell.zero.GatheredParameters(parameter, modifier_rank=0):`, or use engine.load_state_dict."
         )
-    if one.unit.updates.is_ahead:
+    if one.unit.updates.is_early:
         raise ModelChangedError(
             f"'{slot.name}' was given other values between backward and step, when its update had begun already. Set "
             '"shardwell": {"commit": "after_norm"}, or change it after the step.'

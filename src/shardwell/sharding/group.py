@@ -320,7 +320,7 @@ class ShardedGroup:
         return self.flat.is_aliased and self.flat.num_aliases > self.views.num_aliases
 
     def keep_unsharded(self) -> None:
-        """Never reshard again: these parameters do not change, and an unquantised shard is a slice of them."""
+        """Stay unsharded from now on: the parameters do not change, and an unquantised shard is a slice of them."""
         self.stays_unsharded = True
         self.invalidate_secondary()
         self.all_gather.secondary = None

@@ -38,7 +38,7 @@ _ADVICE = (
 
 @dataclass(frozen=True)
 class InitStorage:
-    """How shards are stored until `initialize` takes them over."""
+    """The way in which shards are stored until `initialize` takes them over."""
 
     tier: Tier
     dtype: torch.dtype | None  # None: as the modules made them
@@ -255,7 +255,7 @@ class InitParameter:
             self._take(values)
 
     def looks_at(self, storage: int) -> bool:
-        """Whether the parameter has this memory now."""
+        """Return whether the parameter has this memory now."""
         with torch._C.DisableTorchFunctionSubclass():
             return bool(self.parameter.untyped_storage()._cdata == storage)
 
@@ -366,7 +366,7 @@ class InitParameter:
     # --------------------------------------------------------------------------------- as a parameter owner
 
     def belong_to(self, parameter: nn.Parameter) -> None:
-        """Own this parameter from now on: `torch.utils.swap_tensors` moves values from one parameter to another."""
+        """Take over this parameter: `torch.utils.swap_tensors` moves values from one parameter to another."""
         self.parameter = parameter
 
     def request_values(self, parameter: nn.Parameter, wanted_by: str) -> None:

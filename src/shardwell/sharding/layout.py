@@ -23,7 +23,7 @@ ALIGNMENT = 8
 
 @dataclass(frozen=True)
 class Packed:
-    """Which ranges of a larger tensor a parameter holds, one after the other along a dimension; see `TensorPart`."""
+    """The ranges of a larger tensor that a parameter holds one after the other along a dimension; see `TensorPart`."""
 
     dim: int
     ranges: tuple[tuple[int, int], ...]  # half-open; none is empty

@@ -15,7 +15,7 @@ _HARMLESS = frozenset(
 
 
 def has_no_size(parameter: nn.Parameter) -> bool:
-    """Whether the parameter belongs to a lazy module that has not seen its input yet."""
+    """Return whether the parameter belongs to a lazy module that has not seen its input yet."""
     return bool(is_lazy(parameter))
 
 

@@ -200,7 +200,7 @@ def owner_or_none(parameter: nn.Parameter) -> ParameterOwner | None:
 
 
 def is_owned(parameter: nn.Parameter) -> bool:
-    """Whether a unit or `zero.Init` owns the parameter."""
+    """Return whether a unit or `zero.Init` owns the parameter."""
     return parameter.__dict__.get("_shardwell_owner") is not None
 
 
@@ -210,7 +210,7 @@ def set_owner(parameter: nn.Parameter, owner: ParameterOwner) -> None:
 
 
 def is_released(value: Any) -> bool:
-    """Whether a value is a released parameter."""
+    """Return whether a value is a released parameter."""
     return issubclass(type(value), ReleasedParameter)
 
 
@@ -295,8 +295,8 @@ class ChangeWatch:
         self._versions = now
 
     def _differs(self, unit: Unit) -> bool:
-        """Whether values differ from the stored ones, and only the user can have changed them."""
-        is_updated = unit.updates.count != self.gathered_at or unit.updates.is_ahead or unit.updates.pending is not None
+        """Return whether values differ from the stored ones, and only the user can have changed them."""
+        is_updated = unit.updates.count != self.gathered_at or unit.updates.is_early or unit.updates.pending is not None
         if is_updated or not unit.is_unsharded:
             return False
         return any(is_unlike_its_shard(group) for group in unit.resharding_groups)
@@ -313,7 +313,7 @@ class ChangeWatch:
 
 
 def is_unlike_its_shard(group: ShardedGroup) -> bool:
-    """Whether unsharded parameters differ from the stored ones, where that is cheap to know.
+    """Return whether unsharded parameters differ from the stored ones, where that is cheap to know.
 
     The parameters must have been all-gathered unquantised.
     """

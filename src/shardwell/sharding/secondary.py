@@ -22,7 +22,7 @@ from shardwell.sharding.layout import even_part
 
 
 class AllGather(Protocol):
-    """How the parameters of a group are all-gathered; each group has one, chosen once."""
+    """The way in which the parameters of a group are all-gathered; each group has one, chosen once."""
 
     is_exact: bool  # the last all-gather gave the stored values, not values that a codec rounded
     secondary: SecondaryShard | None

@@ -103,8 +103,8 @@ class ShardedInit(contextlib.AbstractContextManager["ShardedInit"]):
             scope.enter_context(self._where)
             scope.callback(_active.pop)
             _active.append((threading.get_ident(), self))
-            scope.callback(register_module_parameter_registration_hook(self._hear_parameter).remove)
-            scope.callback(register_module_module_registration_hook(self._hear_module).remove)
+            scope.callback(register_module_parameter_registration_hook(self._on_new_parameter).remove)
+            scope.callback(register_module_module_registration_hook(self._on_new_module).remove)
             self._registry.open()
             self._scope = scope.pop_all()
         return self
@@ -130,7 +130,7 @@ class ShardedInit(contextlib.AbstractContextManager["ShardedInit"]):
         """Whether this is the innermost context, and open in this thread: other threads build their own models."""
         return bool(_active) and _active[-1] == (threading.get_ident(), self)
 
-    def _hear_parameter(self, module: nn.Module, name: str, parameter: Any) -> None:
+    def _on_new_parameter(self, module: nn.Module, name: str, parameter: Any) -> None:
         """Take over a parameter that a module registers.
 
         A `register_parameter` that is not torch's, as that of Accelerate's `init_empty_weights`, may replace what is
@@ -140,7 +140,7 @@ class ShardedInit(contextlib.AbstractContextManager["ShardedInit"]):
         if is_torchs and self._is_listening and isinstance(parameter, nn.Parameter):
             self._adopt(module, name, parameter)
 
-    def _hear_module(self, module: nn.Module, name: str, attached: Any) -> None:
+    def _on_new_module(self, module: nn.Module, name: str, attached: Any) -> None:
         """Take over the parameters of an attached module that were never registered here: copies, or a loader's."""
         if self._is_listening and isinstance(attached, nn.Module):
             self._adopt_all(attached)

@@ -61,7 +61,7 @@ SHARDED = StatePlacement(Axis.SHARD)
 
 @dataclass(frozen=True)
 class ShardingSpec:
-    """How the parameters, gradients and optimizer state of a group are sharded and stored."""
+    """The rule by which the parameters, gradients and optimizer state of a group are sharded and stored."""
 
     parameters: StatePlacement
     gradients: StatePlacement

@@ -75,7 +75,7 @@ class MasterStorage(Protocol):
 
 
 class FormStorage(abc.ABC):
-    """What the forms have in common; see `MasterStorage`."""
+    """The base of the forms; see `MasterStorage`."""
 
     form: StorageForm
     is_always_open = False

@@ -22,7 +22,7 @@ from shardwell.sharding.spec import GroupPrecision, ShardingSpec
 
 
 class StorageForm(enum.Enum):
-    """How parameters and their master weights are stored between steps."""
+    """The forms in which parameters and their master weights are stored between steps."""
 
     IN_PLACE = "in place"
     SHARD = "shard"

@@ -35,7 +35,7 @@ class OffloadedStorage(MasterStorage, Protocol):
 
 
 class TierFactory(Protocol):
-    """What stores state below the device; `offload/storage.py` has the only one."""
+    """A factory of storage below the device; `offload/storage.py` has the only one."""
 
     disk: Any  # the `DiskTier`, if anything is stored on disk
     read_buffers: Any  # the `ReadBuffers`, if parameters are stored on disk

@@ -28,7 +28,7 @@ from shardwell.sharding.wrap import UnitSpec
 
 
 class Residency(enum.Enum):
-    """Whether the parameters of a unit are sharded, being all-gathered, or unsharded."""
+    """The states of a unit: its parameters are sharded, being all-gathered, or unsharded."""
 
     SHARDED = "sharded"
     UNSHARDING = "unsharding"
@@ -39,7 +39,7 @@ class Residency(enum.Enum):
 
 @dataclass
 class UnitOwner:
-    """What a unit asks of the engine that schedules it; one object for all its units."""
+    """The requests of a unit to the engine that schedules it; one object for all its units."""
 
     retain: Callable[[Unit], bool]  # unshards and retains the unit; false if that is not allowed now
     reduce_now: Callable[[Unit], None]  # averages its gradients before the boundary

@@ -14,7 +14,7 @@ from shardwell.sharding.spec import CommitPolicy
 
 @dataclass(slots=True)
 class UnitUse:
-    """What uses a unit now, and so holds it unsharded."""
+    """The uses of a unit that hold it unsharded now."""
 
     in_forward: int = 0  # running forwards
     in_parts: int = 0  # running forwards of parts of its module
@@ -27,12 +27,12 @@ class UnitUse:
 
 @dataclass(slots=True)
 class UnitUpdates:
-    """The optimizer updates of a unit. `is_awaited` and `is_ahead` are the same on all ranks."""
+    """The optimizer updates of a unit. `is_awaited` and `is_early` are the same on all ranks."""
 
     count: int = 0  # updates since the unit was built
     pending: PendingUpdate | None = None  # an update in flight
     is_awaited: bool = False  # nothing has waited for that update since it was queued
-    is_ahead: bool = False  # of a step: the update has started on some ranks at least
+    is_early: bool = False  # of a step: the update has started on some ranks at least
     is_watched: bool = False  # a use between a backward and its step is detected
     is_hidden: bool = False  # unsharded parameters are released: they may hold values that are never committed
     published: LeftInFlight | None = None  # the all-gathers of the last step, at stages 1 and 2

@@ -16,8 +16,6 @@ from shardwell.sharding.model_states import Bytes, GroupKey, ModelStates, StateF
 from shardwell.sharding.spec import CommPrecision, GroupPrecision
 from shardwell.sharding.wrap import UnitSpec
 
-_DEVICES = {Tier.HOST: "cpu", Tier.DISK: "nvme"}
-
 
 @dataclass(frozen=True)
 class Way:
@@ -32,7 +30,7 @@ class Way:
         block: dict[str, Any] = {"stage": self.stage}
         for key, tier in (("offload_optimizer", self.place.optimizer), ("offload_param", self.place.parameters)):
             if tier is not Tier.DEVICE:
-                block[key] = {"device": _DEVICES[tier], **({"nvme_path": nvme_path} if tier is Tier.DISK else {})}
+                block[key] = {"device": tier.offload_device, **({"nvme_path": nvme_path} if tier is Tier.DISK else {})}
         return block
 
     def __str__(self) -> str:

@@ -33,7 +33,7 @@ class LeafRules:
         return bool(self.classes or self.names or self.suffixes)
 
     def match(self, name: str, module: nn.Module) -> bool:
-        """Whether the user wants this module as one unit."""
+        """Return whether the user wants this module as one unit."""
         if is_leaf(module):
             return True
         kinds = {kind.__name__ for kind in type(module).__mro__}
@@ -51,7 +51,7 @@ def set_leaf(module: nn.Module, flag: bool = True) -> None:
 
 
 def is_leaf(module: nn.Module) -> bool:
-    """Whether `set_leaf` marked the module."""
+    """Return whether `set_leaf` marked the module."""
     return bool(module.__dict__.get("_shardwell_leaf", False))
 
 

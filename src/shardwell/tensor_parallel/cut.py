@@ -142,7 +142,7 @@ class Cutter:
             module.splits_input = style == "rowwise_split_input"  # type: ignore[assignment]
 
     def _has_end(self, name: str) -> bool:
-        """Whether a layer that is cut by rows follows in the same module."""
+        """Return whether a layer that is cut by rows follows in the same module."""
         around = name.rpartition(".")[0]
         return any(kind_of(style) in _ROWS and other.rpartition(".")[0] == around for other, style in self.plan.items())
 

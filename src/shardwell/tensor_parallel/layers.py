@@ -18,7 +18,7 @@ from shardwell.tensor_parallel.region import CutRegion
 
 
 class CutLayer(nn.Module):
-    """What layers that are cut have in common."""
+    """The base of layers that are cut."""
 
     region: CutRegion
     full_name: str

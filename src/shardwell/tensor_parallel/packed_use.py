@@ -36,7 +36,7 @@ _NUMBER_OF_HEADS = re.compile(r"(n|num|nb|number)_?.*heads?|heads|h|.*groups")
 
 @dataclass(frozen=True)
 class CutOutput:
-    """What a layer that is cut by columns has returned, or a block of it."""
+    """A tensor that a layer which is cut by columns has returned, or a block of it."""
 
     weight: str
     whole: int  # the size of its last dimension if the layer were whole

@@ -37,7 +37,7 @@ from shardwell.tensor_parallel.whole_modules import run_on_whole_sequences, uncu
 
 @dataclass(frozen=True)
 class PlanRequest:
-    """What a configuration says about tensor parallelism."""
+    """The settings of tensor parallelism in a configuration."""
 
     plan: str | Mapping[str, str] = "auto"
     layer_specs: Mapping[str, Any] | None = None

@@ -38,7 +38,7 @@ class MatmulRates:
 
 @dataclass(frozen=True)
 class Speeds:
-    """What one rank's device and links do, and what the host and the drives of a node do for all its ranks together.
+    """The speeds of one rank's device and links, and those of a node's host and drives for all its ranks together.
 
     Rates are bytes per second unless they say otherwise, times are seconds.
     """

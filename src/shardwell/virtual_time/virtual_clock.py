@@ -1,11 +1,11 @@
 """The clock of a simulation.
 
-A *lane* is an order of work: a stream of the device, the training loop's thread, a worker's thread, one transfer. It
-has a time at which all that it was given is done. Work on a lane takes time of a *resource*: the device's cores, a
-link, a bus, the host's cores, the drives. A resource does one work at a time; a lane that comes later may use a gap
-before work of another lane.
+A *track* is an order of work: a stream of the device, the training loop's thread, a worker's thread, one transfer. It
+has a time at which all that it was given is done. Work on a track takes time of a *resource*: the device's cores, a
+link, a bus, the host's cores, the drives. A resource does one work at a time; a track that comes later may use a gap
+before work of another track.
 
-Each lane also knows what every moment of it went by for. A lane that waits for another takes over the other's reasons
+Each track also knows what every moment of it went by for. A track that waits for another takes over the other's reasons
 for that time. So what the training loop's stream did not compute in is blamed on what was really waited for, through
 any number of events, threads and queues.
 """
@@ -43,11 +43,11 @@ class Task:
     num_bytes: int = 0
 
 
-class Lane:
+class Track:
     """An order of work, and the reason for each of its moments."""
 
-    def __init__(self, name: str, begun_by: Lane | None = None) -> None:
-        """A lane that another one has begun has the reasons of that one until then."""
+    def __init__(self, name: str, begun_by: Track | None = None) -> None:
+        """Give a track that another one has begun the reasons of that one until then."""
         self.name = name
         self.at: float = 0.0 if begun_by is None else begun_by.at
         self._begun_by, self._begin = begun_by, self.at
@@ -65,8 +65,8 @@ class Lane:
             self._pieces.append((self.at, upto, reason))
         self.at = upto
 
-    def take_over(self, other: Lane, upto: float) -> None:
-        """Wait until a time of another lane, for the reasons of that lane."""
+    def take_over(self, other: Track, upto: float) -> None:
+        """Wait until a time of another track, for the reasons of that track."""
         if upto <= self.at:
             return
         for begin, end, reason in other.reasons(self.at, upto):
@@ -91,7 +91,7 @@ class Lane:
 
 
 class _Resource:
-    """What does one work at a time."""
+    """A resource that does one work at a time."""
 
     def __init__(self) -> None:
         self._begins: list[float] = []
@@ -128,21 +128,21 @@ class _Resource:
 
 
 @dataclass(frozen=True)
-class LanePoint:
-    """A time of a lane."""
+class TrackPoint:
+    """A time of a track."""
 
     time: float
-    lane: Lane
+    track: Track
 
 
 class VirtualClock:
-    """The lanes and resources of one simulated rank."""
+    """The tracks and resources of one simulated rank."""
 
     def __init__(self, speeds: Speeds, *, has_gpus: bool = True, local_ranks: int = 1) -> None:
         """`local_ranks` share the host and the drives. Without GPUs, kernels run in the thread that calls them."""
         self.speeds, self.has_gpus = speeds, has_gpus
-        self.loop = self.thread = Lane("training loop")
-        self.compute = self.stream = Lane("compute") if has_gpus else self.loop
+        self.loop = self.thread = Track("training loop")
+        self.compute = self.stream = Track("compute") if has_gpus else self.loop
         self.tasks: list[Task] = []
         self.moved: Counter[str] = Counter()  # bytes by resource
         self.label = ""  # of kernels: what the engine does now
@@ -155,32 +155,32 @@ class VirtualClock:
         if not has_gpus:  # the same cores
             self._resources[UPDATE] = self._resources[COMPUTE]
 
-    # ------------------------------------------------------------------------------------------------------- lanes
+    # ------------------------------------------------------------------------------------------------------- tracks
 
-    def now(self) -> LanePoint:
+    def now(self) -> TrackPoint:
         """Return the time at which the current stream will have done what it was given so far."""
-        lane = self.stream
-        if lane.at < self.thread.at:
-            lane.take_over(self.thread, self.thread.at)
-        return LanePoint(lane.at, lane)
+        track = self.stream
+        if track.at < self.thread.at:
+            track.take_over(self.thread, self.thread.at)
+        return TrackPoint(track.at, track)
 
-    def thread_now(self) -> LanePoint:
+    def thread_now(self) -> TrackPoint:
         """Return the time of the current thread."""
-        return LanePoint(self.thread.at, self.thread)
+        return TrackPoint(self.thread.at, self.thread)
 
     @contextlib.contextmanager
-    def on_stream(self, lane: Lane) -> Iterator[None]:
+    def on_stream(self, track: Track) -> Iterator[None]:
         """Give the work inside to a stream."""
-        before, self.stream = self.stream, lane
+        before, self.stream = self.stream, track
         try:
             yield
         finally:
             self.stream = before
 
     @contextlib.contextmanager
-    def on_thread(self, lane: Lane) -> Iterator[None]:
+    def on_thread(self, track: Track) -> Iterator[None]:
         """Run what is inside on another thread, whose current stream is the usual one."""
-        before, self.thread, self.stream = (self.thread, self.stream), lane, self.compute if self.has_gpus else lane
+        before, self.thread, self.stream = (self.thread, self.stream), track, self.compute if self.has_gpus else track
         try:
             yield
         finally:
@@ -242,12 +242,12 @@ class VirtualClock:
         rate *= self.speeds.eight_bit_share if eight_bit else 1.0
         self._work(self.thread, UPDATE, num_bytes / rate, name, num_bytes)
 
-    def disk(self, num_bytes: int, *, is_write: bool, urgent: bool) -> LanePoint:
+    def disk(self, num_bytes: int, *, is_write: bool, urgent: bool) -> TrackPoint:
         """Begin a transfer now; return its end. It is divided into as many parts as there are ranks in the node."""
         rate = self.speeds.disk_write if is_write else self.speeds.disk_read
-        lane = Lane("disk", self.thread)
-        self._work(lane, DISK, num_bytes / (rate * self._share), "write" if is_write else "read", num_bytes)
-        return LanePoint(lane.at, lane)
+        track = Track("disk", self.thread)
+        self._work(track, DISK, num_bytes / (rate * self._share), "write" if is_write else "read", num_bytes)
+        return TrackPoint(track.at, track)
 
     def move(self, name: str, inside: int, between: int, nodes: int, *, between_each: float | None = None) -> None:
         """Add a collective to the current stream, in which the rank receives bytes inside its node and between nodes.
@@ -257,19 +257,19 @@ class VirtualClock:
         """
         self._move(self.stream, name, inside, between, nodes, between_each)
 
-    def begin_move(self, name: str, inside: int, between: int, nodes: int) -> LanePoint:
+    def begin_move(self, name: str, inside: int, between: int, nodes: int) -> TrackPoint:
         """Begin a collective that threads of the backend move; return its end."""
-        lane = Lane("links", self.thread)
-        self._move(lane, name, inside, between, nodes, None)
-        return LanePoint(lane.at, lane)
+        track = Track("links", self.thread)
+        self._move(track, name, inside, between, nodes, None)
+        return TrackPoint(track.at, track)
 
-    def _move(self, lane: Lane, name: str, inside: int, between: int, nodes: int, between_each: float | None) -> None:
+    def _move(self, track: Track, name: str, inside: int, between: int, nodes: int, between_each: float | None) -> None:
         resource, seconds = self.link_seconds(inside, between, nodes, between_each)
         # What is ready while the link is busy runs beside that, on another communicator: together they may be faster.
         is_faster = resource is INSIDE and self.speeds.two_communicators > 1.0
-        if is_faster and self._resources[INSIDE].is_busy(max(lane.at, self.thread.at)):
+        if is_faster and self._resources[INSIDE].is_busy(max(track.at, self.thread.at)):
             _, seconds = self.link_seconds(inside, between, nodes, between_each, is_beside=True)
-        self._work(lane, resource, seconds, self.collective or name, inside + between)
+        self._work(track, resource, seconds, self.collective or name, inside + between)
 
     def link_seconds(
         self, inside: int, between: int, nodes: int, between_each: float | None = None, *, is_beside: bool = False
@@ -287,12 +287,12 @@ class VirtualClock:
         latency = speeds.inside_seconds + speeds.between_seconds * math.log2(max(1, nodes))
         return resource, latency + max(across, within)
 
-    def _work(self, lane: Lane, resource: str, seconds: float, name: str, num_bytes: int) -> None:
-        if lane.at < self.thread.at:
-            lane.take_over(self.thread, self.thread.at)  # a stream cannot begin before the host has said so
-        begin = self._resources[resource].place(lane.at, seconds)
-        lane.fill(begin, resource)
-        lane.fill(begin + seconds, resource)
+    def _work(self, track: Track, resource: str, seconds: float, name: str, num_bytes: int) -> None:
+        if track.at < self.thread.at:
+            track.take_over(self.thread, self.thread.at)  # a stream cannot begin before the host has said so
+        begin = self._resources[resource].place(track.at, seconds)
+        track.fill(begin, resource)
+        track.fill(begin + seconds, resource)
         self.moved[resource] += num_bytes
         last = self.tasks[-1] if self.tasks else None
         if (

@@ -21,7 +21,7 @@ _TENSORS = {f"{kind}Tensor" for kind in ("BFloat16", "Byte", "Double", "Float", 
 
 
 class DeepSpeedAccelerator:
-    """What both accelerators share; DeepSpeed's base class by name."""
+    """The base of both accelerators, under the name of DeepSpeed's base class."""
 
     _name = "cpu"
     _communication_backend_name = "gloo"
@@ -38,11 +38,11 @@ class DeepSpeedAccelerator:
         )
 
     def communication_backend_name(self) -> str:
-        """The backend of `torch.distributed` for this device."""
+        """Return the backend of `torch.distributed` for this device."""
         return self._communication_backend_name
 
     def is_synchronized_device(self) -> bool:
-        """Whether a call returns when its work is done."""
+        """Return whether a call returns when its work is done."""
         return self._name == "cpu"
 
     def use_host_timers(self) -> bool:
@@ -55,7 +55,7 @@ class DeepSpeedAccelerator:
         return self.is_synchronized_device()
 
     def on_accelerator(self, tensor: Tensor) -> bool:
-        """Whether a tensor is on this kind of device."""
+        """Return whether a tensor is on this kind of device."""
         return tensor.device.type == self._name
 
     def is_bf16_supported(self) -> bool:
@@ -144,7 +144,7 @@ class CPU_Accelerator(DeepSpeedAccelerator):  # noqa: N801 - DeepSpeed's name
         return "cpu"
 
     def device_count(self) -> int:
-        """The ranks that this machine runs, as the launcher says; without one, its cores."""
+        """Return the number of ranks on this machine, as the launcher says; without one, that of its cores."""
         for name in ("LOCAL_SIZE", "LOCAL_WORLD_SIZE"):
             if (size := os.environ.get(name, "")).isdigit() and int(size) > 0:
                 return int(size)
@@ -187,13 +187,13 @@ class CPU_Accelerator(DeepSpeedAccelerator):  # noqa: N801 - DeepSpeed's name
         """Do nothing: freed memory belongs to malloc."""
 
     def memory_allocated(self, device_index: int | None = None) -> int:
-        """The resident bytes of this process."""
+        """Return the resident bytes of this process."""
         now = int(psutil.Process().memory_info().rss)
         self._most_bytes = max(self._most_bytes, now)
         return now
 
     def max_memory_allocated(self, device_index: int | None = None) -> int:
-        """The most resident bytes that a call of this accelerator has seen."""
+        """Return the most resident bytes that a call of this accelerator has seen."""
         self.memory_allocated()
         return self._most_bytes
 
@@ -286,7 +286,7 @@ class CUDA_Accelerator(DeepSpeedAccelerator):  # noqa: N801 - DeepSpeed's name
         return int(torch.cuda.get_device_properties(where).total_memory)
 
     def available_memory(self, device_index: int | None = None) -> int:
-        """The bytes that this process can still allocate, with what torch holds in its cache."""
+        """Return the bytes that this process can still allocate, with what torch holds in its cache."""
         free, _ = torch.cuda.mem_get_info(device_index)
         return int(free + torch.cuda.memory_reserved(device_index) - torch.cuda.memory_allocated(device_index))
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from shardwell.checkpointing import checkpoint, configure, is_configured, reset
+from shardwell.activation_checkpointing import checkpoint, configure, is_configured, reset
 from shardwell.compat.deepspeed_api.refusal import refuse
 
 __all__ = [

@@ -105,7 +105,7 @@ def init_distributed(
 
 
 class NotInitializedError(ShardwellError, AssertionError):
-    """There is no process group, and the caller wants none made; an AssertionError, as DeepSpeed raises."""
+    """Raised if there is no process group, and the caller wants none made; an AssertionError, as DeepSpeed raises."""
 
 
 def _backend(asked: str | None) -> str:

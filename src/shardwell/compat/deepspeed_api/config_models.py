@@ -88,7 +88,7 @@ def _old(new: str, translate: Callable[[Any], Any] = lambda value: value, sets: 
 
 
 class OffloadDeviceEnum(str, Enum):
-    """Where states may be stored."""
+    """The devices that states may be stored on."""
 
     none = "none"
     cpu = "cpu"

@@ -55,7 +55,7 @@ LOG_LEVEL, LOG_LEVEL_DEFAULT = "log_level", None
 
 
 class ValidationMode:
-    """What a check of checkpoint tags may do."""
+    """The things that a check of checkpoint tags may do."""
 
     WARN = "WARN"
     IGNORE = "IGNORE"

@@ -10,7 +10,7 @@ from shardwell.config import OffloadOptimizerConfig, OffloadParamConfig
 
 
 class OffloadDeviceEnum(str, Enum):
-    """Where states may be stored."""
+    """The devices that states may be stored on."""
 
     none = "none"
     cpu = "cpu"
@@ -28,7 +28,7 @@ class OffloadStateTypeEnum(str, Enum):
 
 
 class ZeroParamType(Enum):
-    """What a parameter is."""
+    """The kinds of parameters."""
 
     NORMAL = 1
     PARTITIONED = 2
@@ -36,7 +36,7 @@ class ZeroParamType(Enum):
 
 
 class ZeroParamStatus(Enum):
-    """Whether the values of a parameter are in memory on this rank."""
+    """The states of a parameter: its values are in memory on this rank, are not, or are in flight."""
 
     AVAILABLE = 1
     NOT_AVAILABLE = 2

@@ -105,7 +105,7 @@ class DeepSpeedFinder(DistributionFinder):
         return []
 
     def invalidate_caches(self) -> None:
-        """There are no caches."""
+        """Do nothing: there are no caches."""
 
 
 class _FollowedLoader(Loader):
@@ -143,7 +143,7 @@ def _followed(
 
 
 def is_on() -> bool:
-    """Whether `import deepspeed` means shardwell in this process."""
+    """Return whether `import deepspeed` means shardwell in this process."""
     return any(isinstance(finder, DeepSpeedFinder) for finder in sys.meta_path)
 
 

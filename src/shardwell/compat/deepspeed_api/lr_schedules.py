@@ -141,7 +141,7 @@ def update_lr(param_groups: Sequence[dict[str, Any]], lrs: Sequence[Any]) -> lis
 
 
 class _Schedule:
-    """What all schedules share: the number of the last step, and the rates that follow from it."""
+    """The base of all schedules: the number of the last step, and the rates that follow from it."""
 
     def __init__(self, optimizer: Any, last_batch_iteration: int) -> None:
         self.optimizer = get_torch_optimizer(optimizer)

@@ -48,7 +48,7 @@ def public_names(module: str) -> list[str]:
 
 
 def has_module(fullname: str) -> bool:
-    """Whether `import fullname` works: the table has it, or a module inside it, or refuses its names as a whole."""
+    """Return whether `import fullname` works: the table has it, or a module inside it, or refuses all its names."""
     return fullname in _PACKAGES or same_module(fullname) is not None or reason_for_module(fullname) is not None
 
 

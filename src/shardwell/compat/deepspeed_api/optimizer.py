@@ -29,7 +29,7 @@ class _NoModule(nn.Module):
 
 
 class ParameterOffload:
-    """What libraries take hooks from before they generate, and give them back to: there are none to take.
+    """An object that libraries take hooks from before they generate, and give them back to: there are none to take.
 
     The engine's hooks must stay while a model generates, because they gather its parameters.
     """
@@ -214,12 +214,12 @@ class _OfStages(type):
 
 
 class DeepSpeedZeroOptimizer(metaclass=_OfStages):
-    """What the optimizer of an engine at stage 1 or 2 is an instance of."""
+    """The class that the optimizer of an engine at stage 1 or 2 is an instance of."""
 
     stages = (1, 2)
 
 
 class DeepSpeedZeroOptimizer_Stage3(metaclass=_OfStages):  # noqa: N801 - DeepSpeed's name
-    """What the optimizer of an engine at stage 3 is an instance of."""
+    """The class that the optimizer of an engine at stage 3 is an instance of."""
 
     stages = (3,)

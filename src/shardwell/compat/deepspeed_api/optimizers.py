@@ -26,7 +26,7 @@ def _refuse(name: str, option: str, value: Any, why: str) -> None:
 
 
 class _Adam(torch.optim.Adam):
-    """torch's Adam with DeepSpeed's choice of weight decay, by its fused kernel."""
+    """Adam of torch with DeepSpeed's choice of weight decay, by its fused kernel."""
 
     adam_w_mode: bool
 

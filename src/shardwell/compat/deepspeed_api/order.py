@@ -22,7 +22,7 @@ def _always(module: ModuleType) -> bool:
 
 
 def _has_asked(module: ModuleType) -> bool:
-    """Whether Lightning's lazy check has been evaluated: before that it may still find what comes later."""
+    """Return whether Lightning's lazy check has been evaluated: before that it may still find what comes later."""
     return "available" in getattr(getattr(module, "_DEEPSPEED_AVAILABLE", None), "__dict__", {})
 
 

@@ -209,7 +209,7 @@ class _Partition:
 
 
 def is_zero_param(parameter: Any) -> bool:
-    """Whether a value is a parameter that is partitioned."""
+    """Return whether a value is a parameter that is partitioned."""
     return isinstance(parameter, nn.Parameter) and hasattr(parameter, "ds_id")
 
 

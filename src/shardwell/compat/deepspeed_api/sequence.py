@@ -23,7 +23,7 @@ _IGNORED = -100
 
 
 class SequenceUnit:
-    """What Megatron's `mpu` answers where neighbouring ranks share sequences, and all ranks share states."""
+    """An object like Megatron's `mpu` for neighbouring ranks that share sequences; all ranks share states."""
 
     def __init__(self, size: int, disable_in_eval: bool = False) -> None:
         """Make the groups. All ranks must call it."""
