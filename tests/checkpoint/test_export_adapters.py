@@ -239,7 +239,14 @@ def test_code_of_a_models_own_is_left_out_of_a_merge(tmp_path: Path) -> None:
         ("model_config", "llama"),
         ("optimizer", {"param_groups": [1]}),
         ("counters", {"global_steps": "3"}),
+        ("counters", []),
         ("name_or_path", 3),
+        ("scheduler", []),
+        ("loss_scale", ""),
+        ("loader", []),
+        ("rng/0", None),
+        ("frozen_excluded", "no"),
+        ("scalar/a/step", [1]),
     ],
 )
 def test_values_of_another_form_are_refused_when_a_checkpoint_is_opened(tmp_path: Path, key: str, value: Any) -> None:

@@ -1,7 +1,7 @@
-"""The form of the values of a checkpoint that describe it: exports and commands go by them.
+"""The form of the values of a checkpoint that describe it: exports and commands go by them, and so does a load.
 
 A manifest with a correct checksum may hold anything. What has another form than an engine writes is refused when the
-checkpoint is opened.
+checkpoint is opened: an empty list in the place of a schedule's state would count as none.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from shardwell.errors import CheckpointError
 
 _COUNTERS = ("global_steps", "micro_steps", "skipped_steps", "global_samples", "accumulation_steps")
 _MOST = 2**62  # of a counter
-_NEVER_NULL = ("aliases", "frozen")
+_NEVER_NULL = ("aliases", "frozen", "frozen_excluded")
 
 
 def check_described(values: Mapping[str, Any], where: str) -> None:
@@ -24,7 +24,13 @@ def check_described(values: Mapping[str, Any], where: str) -> None:
         is_absent = value is None and (key not in values or key not in _NEVER_NULL)
         if not is_absent and not has_form(value):
             raise CheckpointError(f"{where}: values.{key}: expected {words}, found {show(value)}")
-    check_counters(values.get("counters") or {}, where)
+    check_counters({} if values.get("counters") is None else values["counters"], where)
+    for key, value in values.items():
+        if key.startswith("rng/") and not _is_object(value):  # it would be left as it is
+            raise CheckpointError(f"{where}: values.{key}: expected random states, found {show(value)}")
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if key.startswith("scalar/") and not (is_number or _is_object(value)):
+            raise CheckpointError(f"{where}: values.{key}: expected a number, found {show(value)}")
 
 
 def check_counters(counters: Any, where: str = "") -> None:
@@ -44,6 +50,10 @@ def _is_object(value: Any) -> bool:
 
 def _is_text(value: Any) -> bool:
     return isinstance(value, str)
+
+
+def _is_flag(value: Any) -> bool:
+    return isinstance(value, bool)
 
 
 def _is_names(value: Any) -> bool:
@@ -87,6 +97,10 @@ _FORMS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "aliases": (_is_object_of_names, "an object of names"),
     "frozen": _NAMES,
     "buffers": _NAMES,
+    "frozen_excluded": (_is_flag, "true or false"),
+    "scheduler": _OBJECT,
+    "loss_scale": _OBJECT,
+    "loader": _OBJECT,
     "optimizer": (_is_optimizer, "an object with a kind and param_groups, a list of objects"),
     "config": _OBJECT,
     "versions": _OBJECT,
