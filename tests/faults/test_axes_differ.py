@@ -9,11 +9,13 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import shardwell
 from shardwell.engine import consistency
 from shardwell.errors import DivergenceError, ShardwellError
+from shardwell.pipeline import LayerSpec, PipelineModule
 from tests.support.pipelines import Decoder, next_token_loss, pipeline_config, stream
 from tests.support.ranks import Ranks
 
@@ -90,6 +92,36 @@ def test_ranks_of_other_stages_or_with_other_axes_are_told_what_differs(ranks: R
         for words, found in zip(wanted, said, strict=True):
             assert found.startswith(f"{DivergenceError.__name__}: ranks differ in initialize"), (words, found)
             assert words in found
+
+
+def divide_other_models() -> list[str]:
+    """Rank 1 has more blocks than rank 0, a frozen one, or other arguments of a layer."""
+    said = []
+    is_odd = dist.get_rank() == 1
+    frozen = Decoder()
+    frozen.blocks[0].requires_grad_(not is_odd)
+    layers = [LayerSpec(nn.Linear, 4, 6 if is_odd else 5), LayerSpec(nn.Linear, 5, 4), nn.Tanh(), nn.Linear(4, 4)]
+    for model in (
+        shardwell.pipeline.split(Decoder(6 if is_odd else 4), loss_fn=next_token_loss),
+        shardwell.pipeline.split(frozen, loss_fn=next_token_loss),
+        PipelineModule(layers, num_stages=2, partition_method="uniform", loss_fn=nn.functional.mse_loss),
+        PipelineModule(layers[2 * is_odd :], num_stages=2, partition_method="uniform", loss_fn=nn.functional.mse_loss),
+    ):
+        try:
+            shardwell.initialize(model=model, config=pipeline_config(1, "1f1b"))
+            said.append("")
+        except ShardwellError as error:
+            said.append(str(error))
+        dist.barrier()
+    return said
+
+
+def test_stages_of_other_models_are_told_so(ranks: Ranks) -> None:
+    for blocks, frozen, layer, fewer in ranks.run(2, divide_other_models):
+        assert "parameter 'blocks.4.norm.weight' is float32 [8] on rank 1 and not there on rank 0" in blocks
+        assert "parameter 'blocks.0.norm.weight' is float32 [8], frozen on rank 1 and float32 [8] on rank 0" in frozen
+        assert "layer 0 is Linear(4, 6) on rank 1 and Linear(4, 5) on rank 0" in layer
+        assert "layer 0 is Tanh on rank 1 and Linear(4, 5) on rank 0" in fewer
 
 
 def change_on_one_stage(folder: str) -> dict[str, str]:

@@ -6,7 +6,7 @@ What may differ between ranks is left out: paths on disks, memory of their machi
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,6 +19,9 @@ from shardwell.optim import OptimizerFactory
 from shardwell.optim.factory import NO_LABEL
 from shardwell.parallel.consistency import Section
 from shardwell.parallel.grid import Grid
+from shardwell.pipeline.layers import LayerSpec
+from shardwell.pipeline.module import PipelineModule
+from shardwell.pipeline.split import SplitModel
 from shardwell.sharding import UnitSpec
 from shardwell.sharding.tensor_part import part_of
 from shardwell.version import __version__
@@ -59,6 +62,24 @@ def before_grouping(settings: Config, grid: Grid) -> dict[str, Section]:
         "configuration": {**_settings(settings), **stage},
         "mesh": {"of ranks": f"{grid}{f' in the order {list(grid.ranks)}' if grid.is_reordered else ''}"},
     }
+
+
+def before_dividing(divided: SplitModel | PipelineModule, borders: Sequence[int]) -> dict[str, Section]:
+    """Describe a model that is divided into pipeline stages: its parts must be those of one and the same model."""
+    whole = {"borders of stages": str(list(borders))}
+    if isinstance(divided, PipelineModule):  # of which each rank builds its own layers only
+        return {"layer": dict(_layers_in_words(divided.specs)), "pipeline's": whole}
+    return {"parameter": _parameters(divided.model, None), "pipeline's": whole}
+
+
+def _layers_in_words(specs: Iterable[Any]) -> Iterator[tuple[str, str]]:
+    """Yield the number of each layer with its class and its plain arguments."""
+    for number, spec in enumerate(specs):
+        words = getattr(spec, "class_name", type(spec).__name__)
+        if isinstance(spec, LayerSpec):
+            named = [f"{name}={_value(value)}" for name, value in spec.module_kwargs.items()]
+            words = f"{words}({', '.join([*map(_value, spec.module_args), *named])})"
+        yield str(number), words
 
 
 def before_building(
