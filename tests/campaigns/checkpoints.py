@@ -36,8 +36,13 @@ from tests.support.ranks import RankFailedError, Ranks
 
 TAG = "step"
 BLOCK = 256  # bytes; small, so that the small tensors here have many blocks
-LAYOUTS = [(1, 0, 0), (1, 3, 0), (2, 1, 0), (2, 3, 0), (2, 3, 600), (3, 2, 0), (3, 3, 0)]  # ranks, stage, threshold
-WRITERS = [(2, 3, 0), (3, 1, 0)]
+Layout = tuple[int, int, int, int]  # ranks, stage, threshold, ranks of the tensor axis
+LAYOUTS: list[Layout] = [
+    *((1, 0, 0, 1), (1, 3, 0, 1), (2, 1, 0, 1), (2, 3, 0, 1), (2, 3, 600, 1), (3, 2, 0, 1), (3, 3, 0, 1)),
+    *((2, 2, 0, 2), (4, 3, 0, 2)),
+]
+WRITERS: list[Layout] = [(2, 3, 0, 1), (3, 1, 0, 1), (2, 2, 0, 2)]
+PLAN = {"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}  # ranges of one tensor, boxes of the other
 BATCH = 12  # checkpoints that one group of ranks loads
 LIMIT = 30.0  # seconds for one to be loaded
 GOOD = ("refused", "loaded with equal values")
@@ -48,7 +53,7 @@ class Trial:
     what: str  # which mutation
     said: str  # what it did
     source: str
-    layout: tuple[int, int, int] | str
+    layout: Layout | str
     is_other: bool  # than that of who wrote it
     path: str
 
@@ -56,7 +61,7 @@ class Trial:
 # --- in the ranks -----------------------------------------------------------------------------------------------
 
 
-def engine_of(stage: int, threshold: int) -> shardwell.Engine:
+def engine_of(stage: int, threshold: int, tensor: int) -> shardwell.Engine:
     torch.manual_seed(3)
     model = Gpt(width=24, blocks=2)
     config = zero(
@@ -64,17 +69,18 @@ def engine_of(stage: int, threshold: int) -> shardwell.Engine:
         zero_optimization={"stage3_param_persistence_threshold": threshold},
         scheduler={"type": "WarmupLR", "params": {"warmup_num_steps": 10}},
         shardwell={"shard_at_world_one": True},
+        tensor_parallel={"autotp_size": tensor, "plan": PLAN} if tensor > 1 else {},
     )
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     return shardwell.initialize(model=model, optimizer=optimizer, config=config).engine
 
 
-def save(root: str, layout: tuple[int, int, int], steps: int) -> None:
+def save(root: str, layout: Layout, steps: int) -> None:
     before, checksums.BLOCK = checksums.BLOCK, BLOCK
     try:
         engine = engine_of(*layout[1:])
         for batch in batches(steps, 6):
-            engine.backward(engine(share(batch, dist.get_rank(), dist.get_world_size())))
+            engine.backward(engine(share(batch, engine.data_rank, engine.data_size)))
             engine.step()
         engine.save_checkpoint(root, TAG)
     finally:
@@ -103,7 +109,7 @@ def digest(engine: shardwell.Engine) -> str:
     return hashlib.sha256(found.digest() + repr(others).encode()).hexdigest()
 
 
-def load_all(layout: tuple[int, int, int], roots: list[str], whole: str, other: str, log: str) -> list[str]:
+def load_all(layout: Layout, roots: list[str], whole: str, other: str, log: str) -> list[str]:
     """Loads each; what comes of it. What is loaded well is replaced by the other checkpoint."""
     engine = engine_of(*layout[1:])
     engine.load_checkpoint(whole)
@@ -267,8 +273,8 @@ class Campaign:
         return folder / source.name
 
 
-def _name(layout: tuple[int, int, int]) -> str:
-    return "ranks-{}-stage-{}-threshold-{}".format(*layout)
+def _name(layout: Layout) -> str:
+    return "ranks-{}-stage-{}-threshold-{}-tensor-{}".format(*layout)
 
 
 def _choose(table: dict[str, tuple[Mutation, int]], draw: random.Random) -> tuple[str, Mutation]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import shutil
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -173,3 +174,84 @@ def test_a_model_without_a_configuration_is_exported(tmp_path: Path, dtype: torc
         to_safetensors(source, tmp_path / "out", dtype)
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["model.safetensors"]
     engine.load_model(tmp_path / "out")
+
+
+def forged(folder: Path, change: Any) -> Path:
+    """A checkpoint with an adapter, whose manifest says something else, with a right checksum."""
+    trained(adapted("lora"), folder)
+    path = next(folder.glob("*/manifest.json"))
+    content = json.loads(path.read_text())
+    del content["checksum"]
+    change(content["values"])
+    text = json.dumps(content, sort_keys=True, separators=(",", ":"))
+    path.write_text(json.dumps({**content, "checksum": f"{zlib.crc32(text.encode()):08x}"}))
+    return folder
+
+
+@pytest.mark.parametrize("name", ["../../beside", "/tmp/shardwell-beside", "a/b", "..", ""])
+def test_an_adapter_is_not_written_outside_of_the_export(tmp_path: Path, name: str) -> None:
+    def change(values: dict[str, Any]) -> None:
+        values["adapters"]["of"] = {name: values["adapters"]["of"]["default"]}
+
+    (tmp_path / "out").mkdir()
+    with opened(forged(tmp_path / "saved", change)) as source, pytest.raises(CheckpointError, match="a folder of that"):
+        to_safetensors(source, tmp_path / "out" / "export")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "saved"]
+    assert list((tmp_path / "out").iterdir()) == []
+
+
+CODE: dict[str, tuple[Any, str]] = {
+    "a function of Transformers": (lambda values: values["model_config"].update(architectures=["set_seed"]), "no"),
+    "a class that is no model": (lambda values: values["model_config"].update(architectures=["Trainer"]), "has no"),
+    "architectures that are no list": (lambda values: values["model_config"].update(architectures="Llama"), "has no"),
+    "a module for peft": (
+        lambda values: values["adapters"]["of"]["default"]["config"].update(
+            megatron_config={"a": 1}, megatron_core="megatron.core"
+        ),
+        "megatron_core names modules",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", CODE)
+def test_what_a_checkpoint_names_is_not_run_by_an_export(tmp_path: Path, what: str) -> None:
+    change, words = CODE[what]
+    with opened(forged(tmp_path / "saved", change)) as source, pytest.raises(CheckpointError, match=words):
+        to_safetensors(source, tmp_path / "out", merges=True)
+
+
+def test_code_of_a_models_own_is_left_out_of_a_merge(tmp_path: Path) -> None:
+    def change(values: dict[str, Any]) -> None:
+        values["model_config"]["auto_map"] = {"AutoConfig": "evil.Config", "AutoModelForCausalLM": "evil.Model"}
+
+    with opened(forged(tmp_path / "saved", change)) as source:
+        to_safetensors(source, tmp_path / "out", merges=True)
+    assert (tmp_path / "out" / "model.safetensors").exists()
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("adapters", {"of": []}),
+        ("adapters", {"of": {"default": {"config": {}, "names": {"a": 1}}}, "active": []}),
+        ("aliases", None),
+        ("aliases", {"a": 1}),
+        ("model_config", "llama"),
+        ("optimizer", {"param_groups": [1]}),
+        ("counters", {"global_steps": "3"}),
+        ("counters", []),
+        ("name_or_path", 3),
+        ("scheduler", []),
+        ("loss_scale", ""),
+        ("loader", []),
+        ("rng/0", None),
+        ("frozen_excluded", "no"),
+        ("scalar/a/step", [1]),
+    ],
+)
+def test_values_of_another_form_are_refused_when_a_checkpoint_is_opened(tmp_path: Path, key: str, value: Any) -> None:
+    folder = forged(tmp_path / "saved", lambda values: values.update({key: value}))
+    with pytest.raises(CheckpointError, match=rf"values\.{key}"):
+        open_source(folder)
+    done = command("checkpoint", "inspect", folder)
+    assert (done.returncode, "Traceback" in done.stderr) == (2, False)

@@ -17,8 +17,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardwell.checkpoint.manifest import plain_name
+from shardwell.checkpoint.parsing import show
 from shardwell.checkpoint.sources.base import MODEL, Source, StoredTensor
 from shardwell.checkpoint.sources.reading import Progress, read_full
+from shardwell.checkpoint.transformers_models import build_model
 from shardwell.errors import CheckpointError
 
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
@@ -45,6 +48,8 @@ def files_of(source: Source, adapters: Mapping[str, Any]) -> Iterator[tuple[str,
     """Return, for each adapter, the folder that peft expects it in, {peft's name: tensor}, and its configuration."""
     stored_under = source.values.get("aliases", {})
     for adapter, one in adapters["of"].items():
+        if not plain_name(adapter):
+            raise CheckpointError(f"{source.where}: adapter {show(adapter)}: peft reads it from a folder of that name")
         if one.get("missing"):
             raise CheckpointError(
                 f"{source.where}: adapter {adapter!r} cannot be written by itself: {one['missing']}. Use --merge."
@@ -111,16 +116,14 @@ def merge(source: Source, progress: Progress | None = None) -> Merged:
 def _build(config: Mapping[str, Any], adapters: Mapping[str, Any]) -> Any:
     """Return the model with its adapters and arbitrary values."""
     try:
-        peft, transformers = importlib.import_module("peft"), importlib.import_module("transformers")
+        peft = importlib.import_module("peft")
     except ImportError as error:
         raise CheckpointError(f"merging needs peft and transformers: {error}") from None
-    kind = getattr(transformers, (config.get("architectures") or [""])[0], None)
-    if kind is None:
-        raise CheckpointError(f"merging needs a model of Transformers; it has no {config.get('architectures')}")
+    model = build_model(config, "merging")
     with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / "config.json").write_text(json.dumps(config), encoding="utf-8")
-        model = kind(transformers.AutoConfig.from_pretrained(folder))
         for adapter, one in adapters["of"].items():
+            if one["config"].get("megatron_config"):
+                raise CheckpointError(f"adapter {show(adapter)}: megatron_core names modules that peft would import")
             (Path(folder) / CONFIG).write_text(json.dumps(one["config"]), encoding="utf-8")
             settings = peft.PeftConfig.from_pretrained(folder)
             if hasattr(settings, "init_lora_weights"):

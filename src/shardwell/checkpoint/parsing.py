@@ -118,10 +118,10 @@ def is_size(value: Any) -> bool:
 def parse_byte_size(text: str, what: str) -> int:
     """Return the bytes of a size such as 5GB; `what` names it in the message."""
     match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?) *([KMGT]I?B)?", text.strip().upper())
-    size = int(float(match[1]) * _UNITS.get(match[2] or "", 0)) if match is not None else 0
-    if size < 1:
+    size = float(match[1]) * _UNITS.get(match[2] or "", 0) if match is not None else 0.0
+    if not 1 <= size < 2**63:
         raise CheckpointError(f"{what} {text}: expected a size such as 5GB, 500MB or 2GiB")
-    return size
+    return int(size)
 
 
 def show(value: Any) -> str:

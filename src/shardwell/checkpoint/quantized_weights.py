@@ -12,12 +12,8 @@ Embeddings, the output layer and everything that is not the weight of an `nn.Lin
 
 from __future__ import annotations
 
-import importlib
-import json
-import tempfile
 import warnings
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -26,6 +22,7 @@ from torch.nn.functional import pad
 
 from shardwell.checkpoint.sources.base import MODEL, Source, StoredTensor
 from shardwell.checkpoint.sources.reading import read_full, weights
+from shardwell.checkpoint.transformers_models import build_model
 from shardwell.errors import CheckpointError
 from shardwell.kernels.quantize_reference import encode_rows
 
@@ -150,19 +147,11 @@ def _linear_layers(source: Source, config: Mapping[str, Any]) -> tuple[set[str],
 
 def _skeleton(source: Source, config: Mapping[str, Any]) -> nn.Module:
     """Return the model without memory, for the classes of its modules."""
-    try:
-        transformers = importlib.import_module("transformers")
-    except ImportError as error:
-        raise CheckpointError(f"quantising needs transformers, which knows the model's layers: {error}") from None
-    kind = getattr(transformers, (config.get("architectures") or [""])[0], None)
-    if kind is None:
-        raise CheckpointError(
-            f"{source.where}: Transformers has no {config.get('architectures')}, so its layers are unknown"
-        )
-    with tempfile.TemporaryDirectory() as folder, torch.device("meta"):
-        (Path(folder) / "config.json").write_text(json.dumps(dict(config)), encoding="utf-8")
+    with torch.device("meta"):
         try:
-            model: nn.Module = kind(transformers.AutoConfig.from_pretrained(folder))
+            model: nn.Module = build_model(config, f"{source.where}: quantising")
+        except CheckpointError:
+            raise
         except Exception as error:  # whatever Transformers raises about a configuration
             raise CheckpointError(f"{source.where}: no model of it ({type(error).__name__}: {error})") from error
     return model

@@ -41,10 +41,10 @@ def _stated(gpu: str, link: str | None, drive: str) -> Speeds:
 def parse_count(text: str, what: str) -> int:
     """Return a number such as 4M or 1.5T."""
     match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?) *([KMBGT]?)", text.strip().upper())
-    number = int(float(match[1]) * _UNITS[match[2]]) if match is not None else 0
-    if number < 1:
+    number = float(match[1]) * _UNITS[match[2]] if match is not None else 0.0
+    if not 1 <= number < 1e30:
         raise ConfigError(f"{what} {text}: expected a number such as 4000000, 4M or 1.5T")
-    return number
+    return int(number)
 
 
 def cost_of(report: PlanReport, tokens: int | None, price: float | None) -> dict[str, Any] | None:

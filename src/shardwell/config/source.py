@@ -39,9 +39,15 @@ def read(source: str | os.PathLike[str] | Mapping[str, Any] | None) -> tuple[str
     if isinstance(source, str) and (decoded := _from_base64(source)) is not None:
         return "base64 text", "base64 text", parse(decoded, "base64 text")
     path = Path(source)
+    text = text_of(path)
+    return printable(str(path)), printable(path.name), parse(text, printable(str(path)))
+
+
+def text_of(path: Path) -> str:
+    """Return the text of a file, or of a pipe that somebody writes into; raise `ConfigError` for anything else."""
     shown = printable(str(path))
     try:
-        text = _bytes(path, shown).decode("utf-8-sig")
+        return _bytes(path, shown).decode("utf-8-sig")
     except ConfigError:  # it is a ValueError, too
         raise
     except FileNotFoundError:
@@ -52,7 +58,6 @@ def read(source: str | os.PathLike[str] | Mapping[str, Any] | None) -> tuple[str
         raise ConfigError(f"{shown}: cannot be read ({error.strerror})") from None
     except ValueError as error:  # NUL, or a character that no file system has
         raise ConfigError(f"{shown}: not a valid file name ({error})") from None
-    return shown, printable(path.name), parse(text, shown)
 
 
 def _from_base64(text: str) -> str | None:

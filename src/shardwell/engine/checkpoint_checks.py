@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from shardwell.checkpoint.described_values import check_counters
 from shardwell.checkpoint.parsing import show
 from shardwell.engine.checkpoint_values import module_of_extra, random_state, restore_schedule, set_random_state
 from shardwell.errors import CheckpointError
@@ -27,7 +28,6 @@ from shardwell.sharding.tensor_part import part_of
 if TYPE_CHECKING:
     from shardwell.engine.engine import Engine
 
-_COUNTERS = ("global_steps", "micro_steps", "skipped_steps", "global_samples", "accumulation_steps")
 _MOST = 2**62  # of a counter
 _MOST_RANGES = 4096  # of a tensor that one part is packed of
 _SWITCHES = ("foreach", "fused", "capturable", "differentiable")  # how a step is computed; the optimizer keeps its own
@@ -44,7 +44,7 @@ def check_values(
 
 
 def _check_values(engine: Engine, values: Mapping[str, Any], with_optimizer: bool, with_scheduler: bool) -> None:
-    _check_counters(values.get("counters", {}))
+    check_counters(values.get("counters", {}))
     for key in ("extra", "client"):
         if not isinstance(values.get(key, {}), dict):
             raise CheckpointError(f"values.{key}: expected an object, found {show(values[key])}")
@@ -98,15 +98,6 @@ def _naming(what: str) -> Iterator[None]:
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < math.inf
-
-
-def _check_counters(counters: Any) -> None:
-    if not isinstance(counters, Mapping):
-        raise CheckpointError(f"values.counters: expected an object, found {show(counters)}")
-    for key in _COUNTERS:
-        value = counters.get(key, 0)
-        if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < _MOST:
-            raise CheckpointError(f"values.counters.{key}: expected a whole number from 0 on, found {show(value)}")
 
 
 def _check_numbers(now: Any, then: Any, where: str = "") -> None:

@@ -36,7 +36,7 @@ from shardwell.engine.checkpoint_values import (
     restore_values,
     what_can_be_saved,
 )
-from shardwell.engine.consistency import at_a_load
+from shardwell.engine.consistency import asked_of_a_load, units_at_a_load
 from shardwell.engine.model_parts import WholeModel
 from shardwell.errors import CheckpointError
 from shardwell.json_values import decode, encode
@@ -224,7 +224,7 @@ class EngineCheckpoints:
             self._end_background()
             self._without_optimizer |= engine.optimizer is None
             asked = {"strict": strict, "with_optimizer": with_optimizer, "with_scheduler": with_scheduler}
-            check_alike(self.parts.alike, "load_checkpoint", at_a_load(engine, {**asked, "module_only": module_only}))
+            self._check_alike(engine, {**asked, "module_only": module_only})
             self._ranks.check_same(tag, "load_checkpoint: tag")
             root = self._ranks.folder_named_by(given, "load_dir")
             source = self._open(root, tag)
@@ -246,6 +246,15 @@ class EngineCheckpoints:
             if not module_only:
                 restore_values(engine, values, with_optimizer, with_scheduler)
             return source.where, values.get("client", {})
+
+    def _check_alike(self, engine: Engine, asked: dict[str, Any]) -> None:
+        """Raise on all ranks if one of them asks for something else, or has other units than those of its stage."""
+        options, units = asked_of_a_load(engine, asked), units_at_a_load(engine)
+        if self.parts.alike is self._all:
+            check_alike(self._all, "load_checkpoint", {**options, **units})
+        else:
+            check_alike(self._all, "load_checkpoint", options)
+            check_alike(self.parts.alike, "load_checkpoint", units)
 
     def _say_nothing_there(self, root: str, must_exist: bool) -> None:
         if must_exist:

@@ -6,17 +6,22 @@ What may differ between ranks is left out: paths on disks, memory of their machi
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from shardwell.config import Config, ConfigBlock
+from shardwell.config import Config, ConfigBlock, stage_is_open
+from shardwell.config.load import STAGE
 from shardwell.optim import OptimizerFactory
 from shardwell.optim.factory import NO_LABEL
 from shardwell.parallel.consistency import Section
+from shardwell.parallel.grid import Grid
+from shardwell.pipeline.layers import LayerSpec
+from shardwell.pipeline.module import PipelineModule
+from shardwell.pipeline.split import SplitModel
 from shardwell.sharding import UnitSpec
 from shardwell.sharding.tensor_part import part_of
 from shardwell.version import __version__
@@ -49,13 +54,40 @@ _BATCH = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "trai
 _LATER = {*_BATCH, "optimizer", "scheduler"}  # are compared once they are built, because arguments may replace them
 
 
+def before_grouping(settings: Config, grid: Grid) -> dict[str, Section]:
+    """Describe what all ranks must have alike whatever part of the model is theirs, and how they are laid out."""
+    stage = {STAGE: '"auto"'} if stage_is_open(settings) else {}
+    return {
+        "version of": {"torch": torch.__version__.partition("+")[0], "shardwell": __version__},
+        "configuration": {**_settings(settings), **stage},
+        "mesh": {"of ranks": f"{grid}{f' in the order {list(grid.ranks)}' if grid.is_reordered else ''}"},
+    }
+
+
+def before_dividing(divided: SplitModel | PipelineModule, borders: Sequence[int]) -> dict[str, Section]:
+    """Describe a model that is divided into pipeline stages: its parts must be those of one and the same model."""
+    whole = {"borders of stages": str(list(borders))}
+    if isinstance(divided, PipelineModule):  # of which each rank builds its own layers only
+        return {"layer": dict(_layers_in_words(divided.specs)), "pipeline's": whole}
+    return {"parameter": _parameters(divided.model, None), "pipeline's": whole}
+
+
+def _layers_in_words(specs: Iterable[Any]) -> Iterator[tuple[str, str]]:
+    """Yield the number of each layer with its class and its plain arguments."""
+    for number, spec in enumerate(specs):
+        words = getattr(spec, "class_name", type(spec).__name__)
+        if isinstance(spec, LayerSpec):
+            named = [f"{name}={_value(value)}" for name, value in spec.module_kwargs.items()]
+            words = f"{words}({', '.join([*map(_value, spec.module_args), *named])})"
+        yield str(number), words
+
+
 def before_building(
     settings: Config, model: nn.Module, specs: Sequence[UnitSpec], factory: OptimizerFactory | None
 ) -> dict[str, Section]:
-    """Describe what decides how units are built."""
+    """Describe what decides how units are built, on ranks that have the same part of the model."""
     return {
-        "version of": {"torch": torch.__version__.partition("+")[0], "shardwell": __version__},
-        "configuration": _settings(settings),
+        "configuration": _settings(settings),  # its "auto" are values by now
         "parameter": _parameters(model, factory),
         "buffer": {name: _kind(buffer) for name, buffer in model.named_buffers()},
         "unit": {repr(one.name or "(root)"): ", ".join(name for name, _ in one.parameters) for one in specs},
@@ -82,15 +114,19 @@ def _has_replicas(engine: Engine) -> bool:
     return not is_sharded or roles.all.rank_group.size > roles.shard.rank_group.size
 
 
-def at_a_load(engine: Engine, options: Mapping[str, Any]) -> dict[str, Section]:
-    """Describe what decides which tensors are read, and where they are stored."""
+def asked_of_a_load(engine: Engine, options: Mapping[str, Any]) -> dict[str, Section]:
+    """Describe what decides what is read of a checkpoint, on all ranks of the job."""
+    return {**once_built(engine), "argument of load_checkpoint": {name: repr(value) for name, value in options.items()}}
+
+
+def units_at_a_load(engine: Engine) -> dict[str, Section]:
+    """Describe where tensors are stored, on ranks that have the same part of the model."""
     units = {
         repr(group.name): ", ".join(f"{slot.name} {list(slot.box[0])}" for slot in group.layout.slots)
         for unit in engine._scheduler.units
         for group in unit.groups
     }
-    asked = {name: repr(value) for name, value in options.items()}
-    return {**once_built(engine), "unit": units, "argument of load_checkpoint": asked}
+    return {"unit": units}
 
 
 def optimizer_in_words(optimizer: Optimizer) -> dict[str, str]:

@@ -19,7 +19,7 @@ from shardwell import activation_checkpointing
 from shardwell.config import Config, SchedulerConfig, load
 from shardwell.engine.autotune import autotune
 from shardwell.engine.compilation import follow_compiled_parts
-from shardwell.engine.consistency import before_building, once_built
+from shardwell.engine.consistency import before_building, before_grouping, once_built
 from shardwell.engine.data_loader import ShardedLoader
 from shardwell.engine.divergence_advice import divergence_advice
 from shardwell.engine.engine import Engine
@@ -145,7 +145,7 @@ def initialize(
         home = Device(where, keep_pages=settings.shardwell.keep_pages)
         grid = axes_of_settings(settings, world.size, line) if given is None else given
         check_line(grid, line, world.rank)
-        context = make_context(home, world, settings, agreement, grid)
+        context = make_context(home, world, settings, agreement, grid, before_grouping(settings, grid))
         cut, plan = _take_dtensors(model, context) if line else None, None
         if divided is not None or grid.pipe > 1:
             plan = plan_pipeline(divided, model, settings, context)

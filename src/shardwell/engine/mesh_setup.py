@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -11,6 +12,7 @@ from shardwell.errors import ConfigError, ShardwellError
 from shardwell.memory import Device, MemoryStats, TemporaryBuffers
 from shardwell.parallel import Agreement, Collectives, MeshRoles, TrafficStats
 from shardwell.parallel.collectives import NodeHops
+from shardwell.parallel.consistency import Section, check_alike
 from shardwell.parallel.device_mesh import grid_of_mesh, grid_of_mpu
 from shardwell.parallel.grid import Grid, grid_of_sizes
 from shardwell.parallel.mesh import RankGroup, across_mesh, node_mesh, smallest_node, world_mesh
@@ -64,13 +66,26 @@ def check_line(grid: Grid, line: tuple[int, ...], rank: int) -> None:
         )
 
 
-def make_context(home: Device, world: RankGroup, settings: Config, agreement: Agreement, grid: Grid) -> EngineContext:
-    """Make the groups of ranks and what all parts of an engine share."""
+def make_context(
+    home: Device,
+    world: RankGroup,
+    settings: Config,
+    agreement: Agreement,
+    grid: Grid,
+    alike: Mapping[str, Section] | None = None,
+) -> EngineContext:
+    """Make the groups of ranks and what all parts of an engine share.
+
+    `alike` is what all ranks must have alike. It is compared first: ranks that differ may make other groups, and the
+    ranks of a group, such as those of one pipeline stage, may have the same while those of another have not.
+    """
     memory_stats = MemoryStats()
     temporary = TemporaryBuffers(home, memory_stats)
     everyone = Collectives(world, home, TrafficStats(), temporary)
     agreement.time_limit, everyone.agreement = settings.shardwell.divergence_timeout, agreement
     agreement.probe, agreement.failures.cut_links = everyone.links.probe, everyone.abort_links
+    if alike is not None:
+        check_alike(everyone, "initialize", alike)
     nodes = replace(world, node_size=ranks_per_node(everyone))
     if not grid.has_model_axes and grid.replicate == 1:
         roles = _one_axis(everyone, nodes, settings)

@@ -13,8 +13,10 @@ from torch.optim import Optimizer
 
 from shardwell import activation_checkpointing
 from shardwell.config import Config, ShardwellConfig, ZeroConfig
+from shardwell.engine.consistency import before_dividing
 from shardwell.errors import ConfigError
 from shardwell.parallel import Collectives
+from shardwell.parallel.consistency import check_alike
 from shardwell.parallel.grid import Grid
 from shardwell.parallel.mesh import mesh_of
 from shardwell.parallel.point_to_point import PointToPoint
@@ -135,6 +137,7 @@ def plan_pipeline(
     num_ranks, chunks = roles.grid.pipe, block.chunks
     rank = roles.grid.position(roles.all.rank_group.rank)["pipe"]
     borders = divided.borders(num_ranks * chunks, block.partition)
+    check_alike(roles.all, "initialize", before_dividing(divided, borders))
     whole = list(model.parameters())
     modules = StageModules(divided.layers, borders, rank, num_ranks)
     dropped = frozenset(map(id, whole)) - frozenset(map(id, model.parameters()))

@@ -78,6 +78,8 @@ class AutoCommit:
     It depends on what a training loop does between a backward and its step.
     """
 
+    spans_stages = False  # each stage of a pipeline decides for itself
+
     def __init__(self, inner: Optimizer, context: EngineContext, units: list[Unit]) -> None:
         self._inner, self._context = inner, context
         self.phase = CommitPhase.LEARNING

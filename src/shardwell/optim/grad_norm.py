@@ -69,6 +69,8 @@ def clip_factor(norm: Tensor, clip: float) -> Tensor | None:
 class SummedNumber(Protocol):
     """A number of each rank that is summed over the ranks in the all-reduce of the norm."""
 
+    spans_stages: bool  # it is summed over the stages of a pipeline, too; such numbers come first
+
     def append_to(self, parts: list[Tensor]) -> None:
         """Append this rank's number: 1D, fp64, on the device."""
 
@@ -114,15 +116,23 @@ class GradNorm:
             one.append_to(parts)
         total = torch.cat(parts)
         self._context.roles.stage.all_reduce_sum(total, "NORM")
-        if (pipe := self._context.roles.pipe) is not None:
-            pipe.all_reduce_sum(total[:1], "NORM")
-        for place, one in enumerate(self.summed, start=1 + len(seen)):
+        self._sum_over_stages(total, first := 1 + len(seen))
+        for place, one in enumerate(self.summed, start=first):
             one.take_sum(total[place])
         self.unseen = set()
         if not all(seen) and not device.is_meta:
             anywhere = total[1:].tolist()
             self.unseen = {name for name, number in self._slices.numbers.items() if not anywhere[number]}
         return (total[0] + sum_of_squares(replicated, device) if replicated else total[0]).sqrt()
+
+    def _sum_over_stages(self, total: Tensor, first: int) -> None:
+        """Sum over the stages of a pipeline what concerns all of them; flags are of a stage's own parameters."""
+        if (pipe := self._context.roles.pipe) is None:
+            return
+        last = first + sum(one.spans_stages for one in self.summed)
+        across = torch.cat([total[:1], total[first:last]])
+        pipe.all_reduce_sum(across, "NORM")
+        total[:1], total[first:last] = across[:1], across[1:]
 
 
 # ------------------------------------------------------------------------------------------------ hyperparameters
@@ -136,6 +146,8 @@ class HyperparameterCheck:
     no rank waits for it.
     """
 
+    spans_stages = True
+
     def __init__(self, context: EngineContext, optimizer: Optimizer) -> None:
         self._context, self._optimizer = context, optimizer
         self._reads_later = context.device.has_streams
@@ -148,7 +160,7 @@ class HyperparameterCheck:
         """Append the checksum; if the ranks' differed at the last step, raise an error on all ranks."""
         if self._later is not None:
             (later, checksum), self._later = self._later, None
-            if float(later.get()) != checksum * self._context.roles.stage.rank_group.size:
+            if float(later.get()) != checksum * self._context.roles.all.rank_group.size:
                 self._raise_difference()
         numbers: list[float] = []
         for group in self._optimizer.param_groups:
@@ -172,13 +184,13 @@ class HyperparameterCheck:
         """Take the sum; where the host need not wait for it, it is compared now."""
         if self._reads_later:
             self._later = self._context.device.read_async(total), self._checksum
-        elif not total.is_meta and total.item() != self._checksum * self._context.roles.stage.rank_group.size:
+        elif not total.is_meta and total.item() != self._checksum * self._context.roles.all.rank_group.size:
             self._raise_difference()
 
     def _raise_difference(self) -> NoReturn:
         self._context.roles.agreement.check_peers()
         # This raises, unless they are alike again.
-        check_alike(self._context.roles.stage, "step", {"optimizer's": self._words()})
+        check_alike(self._context.roles.all, "step", {"optimizer's": self._words()})
         raise DivergenceError("ranks took the last step with different learning rates. Set the same on all of them.")
 
     def _words(self) -> dict[str, str]:

@@ -64,6 +64,11 @@ class Grid:
         return self.pipe * self.expert * self.sequence * self.tensor > 1
 
     @property
+    def is_reordered(self) -> bool:
+        """Whether ranks are in another order than that of the axes."""
+        return bool(self.ranks) and list(self.ranks) != list(range(self.size))
+
+    @property
     def model_axes(self) -> dict[str, int]:
         """Return the number of ranks along the axes on which ranks train on the same rows."""
         return {"pipe": self.pipe, "sequence": self.sequence, "tensor": self.tensor}

@@ -81,6 +81,11 @@ class PipelineModule(nn.Module):
         return self
 
     @property
+    def specs(self) -> Sequence[Any]:
+        """Return what describes the layers, or is one."""
+        return self._specs
+
+    @property
     def layers(self) -> Layers:
         """Return the layers, of which those of other ranks are pass-through modules."""
         children = [(str(index), self._modules[str(index)]) for index in range(self.num_layers)]

@@ -10,7 +10,6 @@ Figures have the names of the fields of `Speeds`; those of matrix products are l
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -21,6 +20,7 @@ from shardwell.errors import ConfigError
 from shardwell.virtual_time.speeds import DTYPES, MatmulRates, Speeds
 
 FORMAT, VERSION = "shardwell machine", 1
+_LEAST, _MOST = 1e-30, 1e30  # of a rate or a time
 MATMUL = "matmul "  # before the dtype
 _KEYS = {one.name for one in fields(Speeds)} - {"matmul", "origins"}
 
@@ -86,13 +86,15 @@ def read_calibration(path: Path) -> Calibration:
     if found.get("format") != FORMAT:
         raise ConfigError(f'{path}: is no file of `shardwell calibrate`: expected "format": "{FORMAT}"')
     if found.get("version") != VERSION:
-        raise ConfigError(f"{path}: has version {found.get('version')!r}, expected {VERSION}; measure again")
+        raise ConfigError(f"{path}: has version {_shown(found.get('version'))}, expected {VERSION}; measure again")
     figures = found.get("figures")
     if not isinstance(figures, dict) or not figures:
         raise ConfigError(f"{path}: has no figures")
+    if twice := next(iter(getattr(figures, "repeated", {})), None):
+        raise ConfigError(f"{path}: figure {_shown(twice)} is written several times; keep one")
     ranks = found.get("ranks")
-    if isinstance(ranks, bool) or not isinstance(ranks, int) or ranks < 1:
-        raise ConfigError(f"{path}: ranks is {ranks!r}, expected a whole number of 1 or more")
+    if isinstance(ranks, bool) or not isinstance(ranks, int) or not 1 <= ranks <= _MOST:
+        raise ConfigError(f"{path}: ranks is {_shown(ranks)}, expected a whole number of 1 or more")
     return Calibration(
         str(found.get("device", "")),
         bool(found.get("has_gpus", True)),
@@ -105,20 +107,31 @@ def read_calibration(path: Path) -> Calibration:
 def _figure(path: Path, name: str, found: Any) -> MeasuredFigure:
     is_matmul = name.startswith(MATMUL) and name.removeprefix(MATMUL) in DTYPES
     if not is_matmul and name not in _KEYS:
-        raise ConfigError(f"{path}: figure {name!r} is not known; expected {', '.join(sorted(_KEYS))} or matmul DTYPE")
+        known = f"expected {', '.join(sorted(_KEYS))} or matmul DTYPE"
+        raise ConfigError(f"{path}: figure {_shown(name)} is not known; {known}")
+    has = f"{path}: figure {_shown(name)} has the value"
     value: Any = found.get("value") if isinstance(found, dict) else None
     how, date = (str(found.get(key, "")) for key in ("how", "date")) if isinstance(found, dict) else ("", "")
     if not is_matmul:
         if not _is_number(value):
-            raise ConfigError(f"{path}: figure {name!r} has the value {value!r}, expected a number above 0")
+            wanted = f"expected a number above 0, from {_LEAST:g} to {_MOST:g}"
+            raise ConfigError(f"{has} {_shown(value)}, {wanted}")
         return MeasuredFigure(float(value), how, date)
     if not isinstance(value, list) or not value or not all(_is_pair(one) for one in value):
-        raise ConfigError(f"{path}: figure {name!r} has the value {value!r}, expected pairs of FLOPs and FLOP/s")
+        raise ConfigError(f"{has} {_shown(value)}, expected pairs of FLOPs and FLOP/s")
     return MeasuredFigure(sorted((float(size), float(rate)) for size, rate in value), how, date)
 
 
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 100 else f"{text[:100]}..."
+
+
 def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) and value > 0
+    """Return whether a value is a number with which speeds can be computed: 10**400 and 1e-320 are none."""
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        return False
+    return _LEAST <= value <= _MOST
 
 
 def _is_pair(value: Any) -> bool:

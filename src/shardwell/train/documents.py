@@ -7,6 +7,7 @@ one that ends it.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
@@ -17,6 +18,7 @@ from shardwell.errors import ShardwellError
 
 SUFFIXES = (".txt", ".md", ".jsonl", ".json", ".parquet")
 _PAIRS = (("prompt", "response"), ("prompt", "completion"), ("instruction", "output"), ("question", "answer"))
+_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")  # as JSON escapes halves of pairs
 _CHATS = ("messages", "conversations")
 _ROLES = {"human": "user", "gpt": "assistant"}  # of another common spelling of chats
 
@@ -35,14 +37,26 @@ def files_of(paths: list[str]) -> list[Path]:
     found: list[Path] = []
     for path in map(Path, paths):
         inside = sorted(file for file in path.rglob("*") if file.suffix in SUFFIXES) if path.is_dir() else [path]
-        found += inside
+        found += (file for file in inside if not file.is_dir())
     if not found:
         raise ShardwellError(f"there are no {', '.join(SUFFIXES)} files in {', '.join(paths)}")
+    if strange := [file for file in found if not file.is_file()]:
+        raise ShardwellError(f"{strange[0]}: is no file, but a link to nothing, a pipe or a device; remove it")
     return found
 
 
 def records_of(file: Path) -> Iterator[tuple[str, Any]]:
     """Yield the records of a file, each with its place: text as it is, objects of JSON lines, rows of parquet."""
+    try:
+        yield from _records(file)
+    except UnicodeDecodeError as error:
+        words = f"{error.reason} at byte {error.start} of a line or of the file"
+        raise ShardwellError(f"{file}: not text in UTF-8 ({words})") from None
+    except OSError as error:
+        raise ShardwellError(f"{file}: cannot be read ({error.strerror or error})") from None
+
+
+def _records(file: Path) -> Iterator[tuple[str, Any]]:
     match file.suffix:
         case ".parquet":
             yield from _parquet(file)
@@ -146,18 +160,27 @@ def _applied(tokenizer: Any, messages: list[dict[str, str]], *, adds_start: bool
 
 def _json(text: str, where: str) -> Any:
     try:
-        return json.loads(text)
-    except ValueError as error:
-        raise ShardwellError(f"{where}: not JSON: {error}") from None
+        found = json.loads(text)
+        if _SURROGATE.search(text):
+            json.dumps(found, ensure_ascii=False).encode()
+        return found
+    except UnicodeEncodeError:
+        raise ShardwellError(f"{where}: has half of a surrogate pair, which is no character") from None
+    except (ValueError, RecursionError) as error:
+        words = "nested too deeply" if isinstance(error, RecursionError) else f"not JSON: {error}"
+        raise ShardwellError(f"{where}: {words}") from None
 
 
 def _parquet(file: Path) -> Iterator[tuple[str, Any]]:
     try:
-        from pyarrow import parquet  # type: ignore[import-not-found, import-untyped, unused-ignore]
+        from pyarrow import ArrowException, parquet  # type: ignore[import-not-found, import-untyped, unused-ignore]
     except ModuleNotFoundError:
         raise ShardwellError("parquet needs the package pyarrow: pip install pyarrow") from None
     number = 0
-    for batch in parquet.ParquetFile(file).iter_batches():
-        for row in batch.to_pylist():
-            number += 1
-            yield f"{file}, row {number}", row
+    try:
+        for batch in parquet.ParquetFile(file).iter_batches():
+            for row in batch.to_pylist():
+                number += 1
+                yield f"{file}, row {number}", row
+    except ArrowException as error:
+        raise ShardwellError(f"{file}: cannot be read as parquet ({' '.join(str(error).split())})") from None

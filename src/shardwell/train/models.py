@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib
 import json
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +35,11 @@ def transformers() -> Any:
 def make_tokenizer(recipe: Recipe) -> Any:
     """Return the tokenizer of a folder, or of bytes; it has a token for padding."""
     source = recipe.tokenizer or recipe.model
-    tokenizer = byte_tokenizer() if source is None else transformers().AutoTokenizer.from_pretrained(source)
+    if source is None:
+        tokenizer = byte_tokenizer()
+    else:
+        read = transformers().AutoTokenizer.from_pretrained
+        tokenizer = _read("tokenizer", source, partial(read, source, trust_remote_code=False))
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
@@ -57,22 +63,35 @@ def model_config(recipe: Recipe, tokenizer: Any) -> Any:
     """Return the configuration of the model."""
     hf = transformers()
     if recipe.model is not None:
-        return hf.AutoConfig.from_pretrained(recipe.model)
+        read = hf.AutoConfig.from_pretrained
+        return _read("model", recipe.model, partial(read, recipe.model, trust_remote_code=False))
     given = recipe.model_config_file
     content = dict(given) if isinstance(given, dict) else _config_file(str(given))
     kind = content.pop("model_type", None)
     if kind is None:
         raise ConfigError('new_model: has no "model_type", such as "llama"')
     tokens = {"vocab_size": len(tokenizer), "eos_token_id": tokenizer.eos_token_id}
-    return hf.AutoConfig.for_model(kind, **{**tokens, "pad_token_id": tokenizer.pad_token_id, **content})
+    given = {**tokens, "pad_token_id": tokenizer.pad_token_id, **content}
+    return _read("new_model", str(kind), partial(hf.AutoConfig.for_model, kind, **given))
+
+
+def _read(what: str, source: str, read: Callable[[], Any]) -> Any:
+    """Return what Transformers makes of files; whatever it raises about them is one sentence. Their code is not run."""
+    try:
+        return read()
+    except Exception as error:
+        words = " ".join(str(error).split())
+        raise ConfigError(f"{what}: '{source}' cannot be used ({type(error).__name__}: {words[:500]})") from error
 
 
 def _config_file(path: str) -> dict[str, Any]:
     try:
         found = json.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"new_model: '{path}' cannot be read as JSON ({error})") from None
-    return dict(found)
+    if not isinstance(found, dict):
+        raise ConfigError(f"new_model: '{path}' holds a {type(found).__name__}, expected the content of a config.json")
+    return found
 
 
 def empty_model(recipe: Recipe, config: Any) -> Any:
@@ -92,7 +111,14 @@ def make_model(recipe: Recipe, config: Any, dtype: torch.dtype) -> Any:
         model = hf.AutoModelForCausalLM.from_config(config)
     else:
         read = dtype if recipe.method == "lora" else torch.float32
-        model = hf.AutoModelForCausalLM.from_pretrained(recipe.model, dtype=read)
+        load = hf.AutoModelForCausalLM.from_pretrained
+        try:
+            model = load(recipe.model, dtype=read, trust_remote_code=False)
+        except Exception as error:
+            if not isinstance(error, OSError | ValueError) and type(error).__name__ != "SafetensorError":
+                raise  # what is wrong is not the files
+            words = " ".join(str(error).split())
+            raise ConfigError(f"model: '{recipe.model}' cannot be read ({words[:500]})") from error
     model.config.use_cache = False
     return model
 

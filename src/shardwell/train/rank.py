@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 import shardwell
 from shardwell.config import load
+from shardwell.config.source import read
 from shardwell.memory.local_gpus import default_device
 from shardwell.monitor.numbers import plural, short
 from shardwell.parallel import start_process_group
@@ -193,7 +194,7 @@ def _config(
         _say(rank, str(choice))
         config["zero_optimization"], recomputes = choice.zero(recipe.nvme_path), choice.way.recomputes
     if recipe.config is not None:
-        given = recipe.config if isinstance(recipe.config, dict) else json.loads(Path(recipe.config).read_text())
+        given = recipe.config if isinstance(recipe.config, dict) else read(recipe.config)[2]
         config = {**config, **given}  # block by block: what a file says is what the user means
     return config, recomputes
 

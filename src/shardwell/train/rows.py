@@ -115,12 +115,32 @@ def prepare(
     partial = folder / f"rows-{name}.partial"
     partial.mkdir(parents=True, exist_ok=True)
     for array, content in arrays.items():
-        np.save(partial / f"{array}.npy", content, allow_pickle=False)
+        with (partial / f"{array}.npy").open("wb") as file:
+            np.save(file, content, allow_pickle=False)
+            file.flush()
+            os.fsync(file.fileno())  # a name of the folder without its content would be damage
     os.replace(partial, place)  # completely or not at all
     return place
 
 
 def opened(place: Path, length: int, pad: int) -> Rows:
     """Return the rows of a folder, mapped into memory."""
-    arrays = {name: np.load(place / f"{name}.npy", mmap_mode="r", allow_pickle=False) for name in _ARRAYS}
+    try:
+        arrays = {name: np.load(place / f"{name}.npy", mmap_mode="r", allow_pickle=False) for name in _ARRAYS}
+        fits = _fit(arrays, length)
+    except (OSError, ValueError, EOFError):
+        fits = False
+    if not fits:
+        raise ShardwellError(f"{place}: the tokens of an earlier run there are damaged; delete this folder")
     return Rows(arrays, length, pad)
+
+
+def _fit(arrays: dict[str, np.ndarray[Any, Any]], length: int) -> bool:
+    """Return whether arrays have the form that `pack` gives them, and rows lie inside of the tokens."""
+    tokens, trained, starts, rows = (arrays[name] for name in _ARRAYS)
+    kinds = [(one.dtype, one.ndim) for one in (tokens, trained, starts, rows)]
+    if kinds != [(np.int32, 1), (np.bool_, 1), (np.int64, 1), (np.int64, 2)] or rows.shape[1] != 2 or not len(rows):
+        return False
+    sizes = rows[:, 1] - rows[:, 0]
+    is_inside = rows.min() >= 0 and rows.max() <= len(tokens) and sizes.min() > 0 and sizes.max() <= length
+    return bool(is_inside and len(trained) == len(tokens) and (np.diff(starts) >= 0).all())

@@ -11,6 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from shardwell.checkpoint.boxes import Region, full_region, order_of, reordered
+from shardwell.checkpoint.described_values import check_described
 from shardwell.checkpoint.manifest import Manifest
 from shardwell.checkpoint.pieces import BoxPiece, TensorRecord, check_range, plan
 from shardwell.checkpoint.reader import Reader, allocate_flat
@@ -27,6 +28,7 @@ class ShardwellSource:
 
     def __init__(self, path: Path, manifest: Manifest, *, shares: bool = False) -> None:
         self.where = str(path)
+        check_described(manifest.values, self.where)
         self.tensors = {name: StoredTensor(r.dtype, r.shape, r.stride) for name, r in manifest.tensors.items()}
         buffers = [name.removeprefix(MODEL) for name, r in manifest.tensors.items() if r.kind == "buffer"]
         self.values = {"buffers": buffers, **manifest.values} if buffers else manifest.values
