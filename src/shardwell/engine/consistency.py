@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from shardwell.config import Config, ConfigBlock
+from shardwell.config import Config, ConfigBlock, leaves_open
 from shardwell.optim import OptimizerFactory
 from shardwell.optim.factory import NO_LABEL
 from shardwell.parallel.consistency import Section
@@ -55,7 +55,7 @@ def before_building(
     """Describe what decides how units are built."""
     return {
         "version of": {"torch": torch.__version__.partition("+")[0], "shardwell": __version__},
-        "configuration": _settings(settings),
+        "configuration": {**_settings(settings), **dict.fromkeys(leaves_open(settings), "left out")},
         "parameter": _parameters(model, factory),
         "buffer": {name: _kind(buffer) for name, buffer in model.named_buffers()},
         "unit": {repr(one.name or "(root)"): ", ".join(name for name, _ in one.parameters) for one in specs},
