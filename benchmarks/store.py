@@ -132,12 +132,25 @@ def events(size: int, collectives: int) -> Iterator[tuple[str, Callable[[], None
         ranks[0].fail(ShardwellError("no memory"))
         each(ranks[1:], lambda rank: rank.failures.check())
 
+    def restart() -> None:
+        opened: set[Agreement] = set()
+
+        def meet(rank: Agreement) -> None:
+            rank.meet_after_failure("step 3", is_updating=False)
+            opened.add(rank)
+
+        each(ranks, meet)
+        for rank in ranks:
+            if rank not in opened:  # it was left while it waited for the others
+                rank.open()
+
     yield "initialize", start
     yield "first step", lambda: step(ranks)
     yield "steady step", lambda: step(ranks)
     yield "deviation", deviate
     yield "save", lambda: saved(ranks)
     yield "failure", fail
+    yield "restart", restart
 
 
 def measure(size: int, collectives: int) -> dict[str, dict[str, float]]:

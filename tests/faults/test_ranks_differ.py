@@ -39,9 +39,9 @@ def _optimizer(model: nn.Module, kind: str = "AdamW", **options: Any) -> torch.o
     return made
 
 
-def train(differs: dict[str, Any], stage: int = 2, steps: int = 2, who: int = 1) -> dict[str, Any]:
-    """Rank `who` differs from the others in these things."""
-    mine = differs if dist.get_rank() == who else {}
+def train(differs: dict[str, Any], stage: int = 2, steps: int = 2, who: int = 1, **base: Any) -> dict[str, Any]:
+    """Rank `who` differs from the others in these things; `base` is what all of them have."""
+    mine = differs if dist.get_rank() == who else base
     torch.manual_seed(0)
     model = Small(**mine.get("model", {}))
     if mine.get("frozen"):
@@ -88,6 +88,17 @@ def test_a_rank_that_differs_in_one_thing_is_named_with_what_it_has(ranks: Ranks
     for answer in ranks.run(2, train, differs):
         assert answer["error"] == "DivergenceError", answer["text"]
         assert words in answer["text"]
+
+
+def test_a_ratio_with_its_default_on_one_rank_alone_is_a_difference(ranks: Ranks) -> None:
+    """Left out, it lets state of the first units stay on a device that has room."""
+    left_out, written = (
+        {"config": {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu", **ratio}}}}
+        for ratio in ({}, {"ratio": 1.0})
+    )
+    for answer in ranks.run(2, train, written, **left_out):
+        assert answer["error"] == "DivergenceError", answer["text"]
+        assert "zero_optimization.offload_optimizer.ratio is 1.0 on rank 1 and left out on rank 0" in answer["text"]
 
 
 @pytest.mark.parametrize("who", [0, 2])

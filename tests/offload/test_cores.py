@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from hypothesis import given
+from hypothesis import strategies as st
 
 from shardwell.offload.cores import update_cores
 
@@ -38,6 +43,36 @@ def test_only_cores_that_the_process_may_use(tmp_path: Path) -> None:
 def test_a_system_that_tells_nothing_is_one_node(tmp_path: Path) -> None:
     assert update_cores(0, BUSES[:1], range(16), tmp_path) == list(range(14))
     assert [update_cores(rank, BUSES[:2], range(8), tmp_path) for rank in range(2)] == [[0, 1], [4, 5]]
+
+
+@given(num_ranks=st.integers(1, 9), num_cores=st.integers(1, 40), num_nodes=st.sampled_from([0, 1, 2]))
+def test_ranks_of_a_machine_get_cores_evenly(num_ranks: int, num_cores: int, num_nodes: int) -> None:
+    """Between ranks of a memory node their numbers differ by one at most; cores are shared only where there are few."""
+    with TemporaryDirectory() as folder:
+        buses = [f"0000:{rank:02x}:00.0" for rank in range(num_ranks)]
+        nodes = spread(Path(folder), buses, num_cores, num_nodes)
+        found = [update_cores(rank, buses, range(num_cores), Path(folder)) for rank in range(num_ranks)]
+    for node in set(nodes):
+        shares = [share for share, own in zip(found, nodes, strict=True) if own == node]
+        assert max(map(len, shares)) - min(map(len, shares)) <= 1
+        users = Counter(core for share in shares for core in share)
+        near = num_cores if node < 0 else len(range(node, num_cores, num_nodes))
+        assert max(users.values()) <= -(-len(shares) // near)
+
+
+def spread(root: Path, buses: list[str], num_cores: int, num_nodes: int) -> list[int]:
+    """A machine whose GPUs and cores take turns with its memory nodes; 0: it does not tell. Return each GPU's node."""
+    if num_nodes == 0 or num_cores < num_nodes:
+        return [-1] * len(buses)
+    for node in range(num_nodes):
+        folder = root / f"devices/system/node/node{node}"
+        folder.mkdir(parents=True)
+        (folder / "cpulist").write_text(",".join(map(str, range(node, num_cores, num_nodes))) + "\n")
+    for rank, bus in enumerate(buses):
+        folder = root / "bus/pci/devices" / bus
+        folder.mkdir(parents=True)
+        (folder / "numa_node").write_text(f"{rank % num_nodes}\n")
+    return [rank % num_nodes for rank in range(len(buses))]
 
 
 def test_there_is_always_a_core(tmp_path: Path) -> None:

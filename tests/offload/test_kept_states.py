@@ -24,6 +24,7 @@ from shardwell.plan.models import PlanModel, decoder
 from shardwell.plan.report import RESERVE
 from shardwell.plan.search import Search
 from tests.support.checkpoint_legs import everything
+from tests.support.internals import units_of
 from tests.support.placements import BELOW, Stack, configured, trained
 from tests.support.ranks import Ranks
 
@@ -120,6 +121,29 @@ def test_what_is_kept_is_told_with_its_bytes_and_the_way_out(ranks: Ranks) -> No
     assert len(notes) == 1
     assert f"({size}) on the device although it is offloaded" in notes[0]
     assert '"ratio": 1.0' in notes[0]
+
+
+def unfrozen() -> dict[str, Any]:
+    """What is kept while five of eight layers are frozen, and where states are once these train."""
+    config = configured(OPEN, {}, 2, train_micro_batch_size_per_gpu=4)
+    model = Stack()
+    model.layers[:5].requires_grad_(False)
+    with simulated(OwnMemory(1e9)):
+        engine = shardwell.initialize(model=model, config=config).engine
+        model.layers[:5].requires_grad_(True)
+        engine.optimizer.add_param_group({"params": list(model.layers[:5].parameters())})
+        for _ in range(2):
+            engine.backward(engine(torch.randn(4, 64)))
+            engine.step()
+    tiers = [unit.groups[0].spec.optimizer.tier for unit in units_of(engine)]
+    return {"kept": engine.offload.kept, "tiers": tiers}
+
+
+def test_units_that_were_frozen_when_others_were_kept_go_to_the_host_when_they_train(ranks: Ranks) -> None:
+    """Frozen, they took nothing, so that there need not be room for what they take now."""
+    found = ranks.run(1, unfrozen)[0]
+    assert found["kept"] == tuple(f"layers.{number}" for number in range(6))
+    assert found["tiers"] == [HOST] * 5 + [DEVICE] + [HOST] * 2
 
 
 def leg(path: str, block: dict[str, Any], *, saves: bool) -> dict[str, Any]:

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from functools import partial
 from typing import Any
 
 import pytest
@@ -48,6 +49,48 @@ def test_the_most_urgent_first_and_of_equals_the_first() -> None:
     for ticket in tickets:
         ticket.wait()
     assert done == ["0a", "1a", "1b", "2a", "2b"]
+
+
+class Asked:
+    """An event that counts how often it and others are asked, and passes after so many times."""
+
+    num = 0
+
+    def __init__(self, passes_after: int) -> None:
+        self._passes_after = passes_after
+
+    @property
+    def is_done(self) -> bool:
+        Asked.num += 1
+        return Asked.num > self._passes_after
+
+    def synchronize(self) -> None:
+        pass
+
+
+def done_by_a_held_worker(tasks: list[tuple[int, Asked]]) -> list[int]:
+    """The urgencies of tasks with events, in the order in which a worker did them: all were there when it began."""
+    worker, done = Worker("test"), list[int]()
+    gate, mark = marked()
+    worker.submit(lambda: mark.synchronize())
+    tickets = [worker.submit(partial(done.append, urgency), urgency=urgency, after=after) for urgency, after in tasks]
+    Asked.num = 0
+    gate.set()
+    for ticket in tickets:
+        ticket.wait()
+    return done
+
+
+def test_a_worker_of_many_tasks_asks_for_few_events() -> None:
+    order = list(range(300))[::-1]
+    assert done_by_a_held_worker([(urgency, Asked(0)) for urgency in order]) == sorted(order)
+    assert Asked.num <= 2 * len(order)
+
+
+def test_a_task_that_became_ready_while_others_were_asked_is_not_overtaken() -> None:
+    """A less urgent task that was submitted later may wait for it in the same thread, for ever."""
+    assert done_by_a_held_worker([(0, Asked(1)), (1, Asked(1))]) == [0, 1]
+    assert done_by_a_held_worker([(0, Asked(3)), (1, Asked(2)), (2, Asked(2))]) == [0, 1, 2]
 
 
 class InVain:

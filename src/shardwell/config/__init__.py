@@ -3,7 +3,7 @@
 from shardwell.config.block import ConfigBlock
 from shardwell.config.explain import ExplainLine, explain, table
 from shardwell.config.field_types import SCHEDULERS
-from shardwell.config.load import load, stage_is_open, with_stage
+from shardwell.config.load import PLACEMENT, RATIO, leaves_open, load, stage_is_open, with_stage
 from shardwell.config.notes import Note
 from shardwell.config.remarks import remarks, told
 from shardwell.config.schema import (
@@ -25,6 +25,8 @@ from shardwell.config.schema import (
 )
 
 __all__ = [
+    "PLACEMENT",
+    "RATIO",
     "SCHEDULERS",
     "ActivationCheckpointingConfig",
     "AioConfig",
@@ -45,6 +47,7 @@ __all__ = [
     "ShardwellConfig",
     "ZeroConfig",
     "explain",
+    "leaves_open",
     "load",
     "remarks",
     "stage_is_open",

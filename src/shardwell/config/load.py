@@ -31,6 +31,7 @@ TRAIN, MICRO, ACCUMULATION = "train_batch_size", "train_micro_batch_size_per_gpu
 BATCH = (TRAIN, MICRO, ACCUMULATION)
 
 STAGE = "zero_optimization.stage"
+RATIO, PLACEMENT = "zero_optimization.offload_optimizer.ratio", "shardwell.placement"
 _SIZE = "shardwell's default"
 # Keys that may be "auto", and why they resolve as they do: each one then counts as absent.
 AUTO: dict[str, str] = {
@@ -137,18 +138,26 @@ def _finish(
 
 def _fold_ratio(config: Config, found: Findings, origins: dict[str, str]) -> Config:
     """Return the configuration with placement "auto" in place of `ratio` "auto", which means the same."""
-    zero, placement = config.zero_optimization, "shardwell.placement"
-    ratio = "zero_optimization.offload_optimizer.ratio"
+    zero = config.zero_optimization
     if zero.offload_optimizer.ratio != "auto":
         return config
     below = zero.offload_optimizer.model_copy(update={"ratio": 1.0})
     config = config.with_block("zero_optimization", zero.model_copy(update={"offload_optimizer": below}))
     if below.device == "none":  # nothing is offloaded
         return config
-    if config.shardwell.placement == "asked" and origins.get(placement, "default") != "default":
-        found.add(ratio, f'"auto" contradicts {placement} "asked": it means "auto" there; remove one of them')
-    origins[placement] = f'auto ("auto" of {ratio} means it)'
+    if config.shardwell.placement == "asked" and origins.get(PLACEMENT, "default") != "default":
+        found.add(RATIO, f'"auto" contradicts {PLACEMENT} "asked": it means "auto" there; remove one of them')
+    origins[PLACEMENT] = f'auto ("auto" of {RATIO} means it)'
     return config.with_block("shardwell", config.shardwell.model_copy(update={"placement": "auto"}))
+
+
+def leaves_open(config: Config) -> list[str]:
+    """Return the keys without which state that is offloaded to the host may stay on the device, and which are absent.
+
+    Written with their defaults they send it to the host.
+    """
+    is_on_host = config.zero_optimization.offload_optimizer.device == "cpu"
+    return [key for key in (RATIO, PLACEMENT) if is_on_host and config.origins.get(key, "default") == "default"]
 
 
 def stage_is_open(config: Config) -> bool:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from shardwell.config import Config, ConfigBlock, stage_is_open
+from shardwell.config import Config, ConfigBlock, leaves_open, stage_is_open
 from shardwell.config.load import STAGE
 from shardwell.optim import OptimizerFactory
 from shardwell.optim.factory import NO_LABEL
@@ -56,10 +56,12 @@ _LATER = {*_BATCH, "optimizer", "scheduler"}  # are compared once they are built
 
 def before_grouping(settings: Config, grid: Grid) -> dict[str, Section]:
     """Describe what all ranks must have alike whatever part of the model is theirs, and how they are laid out."""
-    stage = {STAGE: '"auto"'} if stage_is_open(settings) else {}
+    is_open = dict.fromkeys(leaves_open(settings), "left out")
+    if stage_is_open(settings):
+        is_open[STAGE] = '"auto"'
     return {
         "version of": {"torch": torch.__version__.partition("+")[0], "shardwell": __version__},
-        "configuration": {**_settings(settings), **stage},
+        "configuration": {**_settings(settings), **is_open},
         "mesh": {"of ranks": f"{grid}{f' in the order {list(grid.ranks)}' if grid.is_reordered else ''}"},
     }
 

@@ -31,7 +31,8 @@ def update_cores(
     near = [core for core in cores if core in _cores_of(nodes[rank], system)] or cores
     sharers = [other for other, node in enumerate(nodes) if node == nodes[rank]] if near != cores else range(len(nodes))
     place, num = list(sharers).index(rank), len(sharers)
-    share = near[place * len(near) // num : (place + 1) * len(near) // num] or near[:1]
+    first = place * len(near) // num
+    share = near[first : max(first + 1, (place + 1) * len(near) // num)]  # more ranks than cores share these evenly
     if allowed is None:
         share = share[: max(1, current_machine().num_cores() // len(nodes))]  # a container may have fewer than it sees
     return share[:-_LEFT] if len(share) > _LEFT else share[:1]

@@ -233,14 +233,15 @@ class HostExecutor:
         """
         read = self._context.device.read_async(norm)
         factor = ClipFromNorm(lambda: float(read.get()), read.event, self._scale.value, self._clip)
+        options = hyperparameters_of(self.inner)
         for unit in self.slices.units:
             if self.queue.is_queued(unit):
-                self.queue.settle(unit, factor, hyperparameters_of(self.inner))
+                self.queue.settle(unit, factor, options)
                 yield unit
             elif any(g.is_stepped_on_host and g.gradients.result is not None for g in unit.trainable):
                 self.queue.offloader.offload(unit, waits=True)  # gradients that no micro-step added to at the boundary
                 shards = list(self.slices.seen(unit, unseen, self._split))
-                self.queue.start(unit, shards, hyperparameters_of(self.inner), factor)
+                self.queue.start(unit, shards, options, factor)
                 yield unit
 
     def _split(self, unit: Unit, shard: ParamSlice) -> list[ParamSlice]:

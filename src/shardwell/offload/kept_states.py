@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from shardwell.config import Config
+from shardwell.config import Config, leaves_open
 from shardwell.memory import Tier
 from shardwell.memory.machine import SimulatedBlocks
 from shardwell.offload.budget import held_bytes
@@ -23,7 +23,6 @@ from shardwell.sharding.model_states import ModelStates, TierPlacement
 
 ROOM = 1 / 8  # the most of the free device bytes
 MOST = 1 / 2  # the most of the trained parameters
-RATIO, PLACEMENT = "zero_optimization.offload_optimizer.ratio", "shardwell.placement"
 
 
 def keeps_states(settings: Config) -> bool:
@@ -31,10 +30,8 @@ def keeps_states(settings: Config) -> bool:
 
     Parameters below the device are to leave it empty, and 8-bit moments would be fp32 there: other numbers.
     """
-    zero = settings.zero_optimization
-    is_open = all(settings.origins.get(key, "default") == "default" for key in (RATIO, PLACEMENT))
-    is_on_host = zero.offload_optimizer.device == "cpu" and zero.offload_param.device == "none"
-    return is_open and is_on_host and settings.shardwell.moments == "fp32"
+    is_below = settings.zero_optimization.offload_param.device != "none"
+    return len(leaves_open(settings)) == 2 and not is_below and settings.shardwell.moments == "fp32"
 
 
 def units_to_keep(

@@ -29,14 +29,23 @@ _SHARE = 0.5  # share of the free host memory, for speculation
 
 def replan(before: OffloadPlan, states: ModelStates, settings: Config) -> OffloadPlan:
     """Return the plan for a model that has changed since. New units are stored on the lowest tier allowed."""
-    policy = commit_policy(settings)
+    policy, kept = commit_policy(settings), _still_kept(before, states)
     if settings.shardwell.placement == "auto":
         places = {name: before.places.get(name, deepest(settings)) for name in states.units}
     else:
-        asked = _kept_above(_asked(states, settings), before.kept)
+        asked = _kept_above(_asked(states, settings), kept)
         places = {name: _like(place, before.places.get(name)) for name, place in asked.items()}
     commits = {name: before.commits.get(name, policy) for name in _below(places)}
-    return OffloadPlan(commits, places, states, before.above, before.kept)
+    return OffloadPlan(commits, places, states, before.above, kept)
+
+
+def _still_kept(before: OffloadPlan, states: ModelStates) -> tuple[str, ...]:
+    """Return the kept units that take no more of the device than when they were chosen: for these there was room.
+
+    A unit that was frozen takes nothing until it is unfrozen.
+    """
+    after = {name: states.needs(name, before.places[name])[Tier.DEVICE] for name in before.kept if name in states.units}
+    return tuple(name for name, size in after.items() if size <= before.needs(name)[Tier.DEVICE])
 
 
 def deepest(settings: Config) -> TierPlacement:

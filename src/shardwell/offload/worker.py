@@ -18,8 +18,10 @@ import itertools
 import math
 import threading
 import weakref
+from bisect import insort
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 
 from shardwell import virtual_time
 from shardwell.errors import ShardwellError
@@ -164,7 +166,7 @@ class _Task:
 
 
 class _Agenda:
-    """The tasks of a worker's thread."""
+    """The tasks of a worker's thread, the most urgent first; of equal ones, the one that was submitted first."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -173,7 +175,7 @@ class _Agenda:
 
     def add(self, task: _Task) -> None:
         with self._changed:
-            self._tasks.append(task)
+            insort(self._tasks, task, key=attrgetter("urgency", "number"))
             self._changed.notify()
         if self._is_over:
             self.end()
@@ -204,7 +206,7 @@ class _Agenda:
                 if task is not None:
                     self._tasks.remove(task)
                     return task
-                first = self._tasks[0]
+                first = min(self._tasks, key=attrgetter("number"))
             first.after.synchronize()
             if not first.after.is_done and self._remove(first):
                 return first
@@ -212,10 +214,9 @@ class _Agenda:
     def take_before(self, urgency: int) -> _Task | None:
         """Return a ready task that is more urgent than that, if there is one."""
         with self._changed:
-            task = self._best()
-            if task is None or task.urgency >= urgency:
-                return None
-            self._tasks.remove(task)
+            task = self._best(urgency)
+            if task is not None:
+                self._tasks.remove(task)
             return task
 
     def _remove(self, task: _Task) -> bool:
@@ -225,13 +226,17 @@ class _Agenda:
             self._tasks.remove(task)
             return True
 
-    def _best(self) -> _Task | None:
-        """Return the most urgent task that is ready.
+    def _best(self, urgency: float = math.inf) -> _Task | None:
+        """Return the most urgent task that is ready, of those that are more urgent than that.
 
-        Newer tasks are asked first: if one is ready, so is an older one whose event comes before its own.
+        Events are asked until one has passed, and not those of all tasks. What was asked before is asked again then: a
+        task may wait for a more urgent one that has an earlier event, and that event may have passed in the meantime.
         """
-        possible = [task for task in reversed(self._tasks) if task.after.is_done]
-        return min(possible, key=lambda task: (task.urgency, task.number), default=None)
+        found: _Task | None = None
+        before = [task for task in self._tasks if task.urgency < urgency]
+        while (place := next((n for n, task in enumerate(before) if task.after.is_done), None)) is not None:
+            found, before = before[place], before[:place]
+        return found
 
     def first_ready(self) -> TrackPoint | None:
         """Return when the first task is ready, in a simulation with virtual time."""

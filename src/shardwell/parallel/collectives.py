@@ -31,7 +31,7 @@ from shardwell.parallel.mesh import RankGroup, close_groups
 from shardwell.parallel.nccl import abort_groups
 from shardwell.parallel.replicated import ReplicatedTransport
 from shardwell.parallel.simulated_moves import simulate_control, simulate_move
-from shardwell.parallel.torch_transport import SingleRankTransport, TorchTransport
+from shardwell.parallel.torch_transport import InFlight, SingleRankTransport, TorchTransport
 from shardwell.parallel.traffic import BETWEEN, INSIDE, TrafficKind, TrafficReport, TrafficStats
 from shardwell.parallel.transport import DirectTransport, GlooTransport, Transport, Work, end_loans, lend
 
@@ -76,11 +76,18 @@ class Collectives:
     host_drives_progress: bool  # the host has to start what follows a hop: gloo's threads, and no stream, progress
 
     def __init__(
-        self, mesh: RankGroup, device: Device, traffic_stats: TrafficStats, temporary: TemporaryBuffers
+        self,
+        mesh: RankGroup,
+        device: Device,
+        traffic_stats: TrafficStats,
+        temporary: TemporaryBuffers,
+        in_flight: InFlight | None = None,
     ) -> None:
+        """`in_flight` has the collectives of the engine's other groups."""
         self.device, self.links = device, Links(mesh)
         self.traffic, self._temporary = traffic_stats, temporary
-        self.transport = self.direct = _transport_for(mesh, device, self.links, temporary)
+        self._in_flight = InFlight() if in_flight is None else in_flight
+        self.transport = self.direct = self._transport_for(mesh)
         self.hops, self.replicate, self.shard_index = None, None, mesh.rank
         self.host_drives_progress = mesh.backend == "gloo"
         self._spans_nodes = False  # some ranks are on other nodes
@@ -88,9 +95,17 @@ class Collectives:
 
     def over(self, mesh: RankGroup) -> Collectives:
         """Return collectives of the same engine over another group of ranks."""
-        other = Collectives(mesh, self.device, self.traffic, self._temporary)
+        other = Collectives(mesh, self.device, self.traffic, self._temporary, self._in_flight)
         other.agreement = self.agreement
         return other
+
+    def _transport_for(self, mesh: RankGroup) -> DirectTransport:
+        """Return the fastest transport for the backend and the device."""
+        if mesh.size == 1:
+            return SingleRankTransport(self.device)
+        if mesh.backend == "gloo" and (self.device.torch_device.type == "cpu" or not self.device.has_device_memory):
+            return GlooTransport(mesh, self.links, self._temporary)
+        return TorchTransport(mesh, self.device, self.links, self._temporary, self._in_flight)
 
     def set_nodes(self, mesh: RankGroup) -> None:
         """Set the mesh of the same ranks with other nodes, by which received bytes are counted."""
@@ -105,7 +120,7 @@ class Collectives:
         self._spans_nodes = mesh.node_size < mesh.size
         self.set_nodes(mesh)
         if mesh.is_simulated:  # whose time depends on which ranks are in another node
-            self.transport = self.direct = _transport_for(mesh, self.device, self.links, self._temporary)
+            self.transport = self.direct = self._transport_for(mesh)
         if hops is not None:
             self.hops, (node, across) = hops, (hops.inside.rank_group, hops.across.rank_group)
             self.shard_index = self.shard_index_of(mesh.rank)
@@ -423,15 +438,6 @@ def abort_links(groups: Sequence[Collectives]) -> None:
     abort_groups([group for one in every for group in one.links.nccl_groups])
     for one in every:
         one.links.abort()
-
-
-def _transport_for(mesh: RankGroup, device: Device, links: Links, temporary: TemporaryBuffers) -> DirectTransport:
-    """Return the fastest transport for a backend and device."""
-    if mesh.size == 1:
-        return SingleRankTransport(device)
-    if mesh.backend == "gloo" and (device.torch_device.type == "cpu" or not device.has_device_memory):
-        return GlooTransport(mesh, links, temporary)
-    return TorchTransport(mesh, device, links, temporary)
 
 
 def _sendable(tensor: Tensor) -> Tensor:

@@ -27,7 +27,7 @@ _MOST_IN_FLIGHT = 24  # collectives: enough for the device to have work while th
 
 
 class InFlight:
-    """The last collectives of a rank that the host has enqueued, on all its communicators.
+    """The last collectives of a rank that the host has enqueued, on all communicators of an engine.
 
     The host is kept from running further ahead of the device than this many: long queues on two communicators were
     seen to hang.
@@ -53,11 +53,13 @@ class TorchTransport:
 
     sends_shards = False
 
-    def __init__(self, mesh: RankGroup, device: Device, links: Links, temporary: TemporaryBuffers) -> None:
+    def __init__(
+        self, mesh: RankGroup, device: Device, links: Links, temporary: TemporaryBuffers, in_flight: InFlight
+    ) -> None:
         self._mesh, self._device, self._links, self._temporary = mesh, device, links, temporary
         self._is_gloo = mesh.backend == "gloo"
         self._reduce_group = mesh.group if mesh.reduce_group is None else mesh.reduce_group
-        self._in_flight = InFlight()
+        self._in_flight = in_flight
 
     def all_gather(self, flat: Tensor) -> Work:
         """Start the all-gather of `flat` in place; this rank's own shard is in it already."""
@@ -125,6 +127,7 @@ class TorchTransport:
             if self._is_gloo:
                 return Work(partial(self.wait, [work]))
             work.wait()
+            self._in_flight.add(self._device.reduce_stream.record())
         return Work()
 
     def all_reduce(self, part: Tensor, into: Tensor, scale: float, accumulate: bool) -> Work:

@@ -17,13 +17,12 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 import shardwell
-from shardwell.config import Config, OptimizerConfig
+from shardwell.config import RATIO, Config, OptimizerConfig
 from shardwell.engine import Engine
 from shardwell.errors import ShardwellError
 from shardwell.memory import Tier
 from shardwell.memory.machine import SimulatedMachine, SimulatedRanks, simulated
 from shardwell.memory.statistics import human, render
-from shardwell.offload.kept_states import RATIO
 from shardwell.plan.estimate import Inputs, loss_of
 from shardwell.plan.fused_kernels import FusedKernels
 from shardwell.plan.simulation import MOMENTS, fuse_updates, naming_lines, simulate

@@ -270,10 +270,14 @@ class OffloadPlan:
         """
         return self.states.stored_bytes(self.places)
 
+    def needs(self, name: str) -> Bytes:
+        """Return the bytes of all states of a unit."""
+        return self.states.needs(name, self.places[name])
+
     def kept_bytes(self) -> int:
         """Return the device bytes that the state of kept units takes, with the gradients that wait for its step."""
         below = {name: self.places[name]._replace(optimizer=Tier.HOST) for name in self.kept}
-        above = total(self.states.needs(name, self.places[name]) for name in self.kept)
+        above = total(self.needs(name) for name in self.kept)
         return above[Tier.DEVICE] - total(self.states.needs(*pair) for pair in below.items())[Tier.DEVICE]
 
     def __str__(self) -> str:
