@@ -29,6 +29,8 @@ class FusedKernels(TorchFunctionMode):
         self._autocast, self._has_gpus = autocast, has_gpus
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func not in _REPLACED:
+            return func(*args, **kwargs) if kwargs else func(*args)
         if func is F.scaled_dot_product_attention and args and args[0].is_meta:
             return _attention(*args, **(kwargs or {}))
         if func in (F.rms_norm, torch.rms_norm) and self._has_gpus and args[0].is_meta:
@@ -50,6 +52,11 @@ class FusedKernels(TorchFunctionMode):
         keeps, creates = bool(options.get("retain_graph") or options.get("create_graph")), options.get("create_graph")
         with self, self._autocast():
             _engine_run_backward(roots, begin, keeps, bool(creates), (), allow_unreachable=True, accumulate_grad=True)
+
+
+_REPLACED = frozenset(
+    {F.scaled_dot_product_attention, F.rms_norm, torch.rms_norm, Tensor.backward, torch.autograd.backward}
+)
 
 
 def _attention(
