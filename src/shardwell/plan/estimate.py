@@ -106,6 +106,7 @@ def estimate(
         ]
     if any(takes_experts(one) for one in (model.build(1) if isinstance(model, BlockModel) else model).modules()):
         notes = [*notes, "every expert of a layer gets as many tokens as any other"]
+    notes = [*notes, *(model.assumed if isinstance(model, BlockModel) else ())]
     share = _active_share(model, settings, costs.num_parameters) if isinstance(model, BlockModel) else 1.0
     given = settings if isinstance(settings, dict) else {}
     return PlanReport(name, given, machine, costs, tuple(notes), time, share)
