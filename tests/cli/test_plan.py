@@ -68,6 +68,13 @@ def test_a_page_without_forms_says_why_and_shows_the_plan(tmp_path: Path) -> Non
     assert (code, "its folder does not exist" in text) == (2, True)
 
 
+def test_a_gpu_without_products_in_bf16_is_planned_in_fp16(tmp_path: Path) -> None:
+    for name, key in (("t4", "fp16"), ("v100", "fp16"), ("l40s", "bf16")):
+        code, text = planned(str(written(tmp_path)), "--gpus", "2", "--gpu", name, "--seq", "32", "--json")
+        assert code == 0
+        assert json.loads(text[text.index("{") :])["config"][key] == {"enabled": True}
+
+
 def test_what_does_not_fit_comes_with_the_smallest_change(tmp_path: Path) -> None:
     wide = written(tmp_path, hidden_size=8192, intermediate_size=32768, num_attention_heads=64, num_key_value_heads=8)
     code, text = planned(str(wide), "--gpus", "8", "--gpu", "t4", "--stage", "0", "--seq", "32", "--json")
@@ -109,6 +116,8 @@ def test_what_does_not_fit_comes_with_the_smallest_change(tmp_path: Path) -> Non
         (("llama-3-8b", "--ep", "2"), "the model has no experts that ranks can share"),
         (("llama-3-8b", "--seq", "99999999999999999999"), "expected at most 4,294,967,296 tokens"),
         (("llama-3-8b", "--price", "2"), "Add --tokens"),
+        (("bloom-176b", "--as-published", "--micro-batch", "4"), "remove it, or --micro-batch"),
+        (("bloom-176b", "--as-published", "--gpus", "8"), "remove it, or --gpus"),
         (("tests.support.asking_model:raises",), "raised ValueError: no weights here"),
         (("tests.support.asking_model:empty",), "returned a Identity without parameters"),
         (("tests.support.asking_model:constant",), "is a int, expected a function"),

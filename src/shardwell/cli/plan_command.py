@@ -68,6 +68,7 @@ def _saying_once() -> Iterator[None]:
 @_saying_once()
 @_naming_the_file()
 def plan(
+    context: typer.Context,
     model: Annotated[
         str, typer.Argument(help="A preset, a config.json of Hugging Face or its directory, or MODULE:FUNCTION.")
     ],
@@ -120,6 +121,7 @@ def plan(
 
     layout = layout_of(model) if as_published else None
     if layout is not None:
+        _check_published(context)
         seq, gpu, gpus, nodes = layout.sequence, layout.gpu, layout.gpus, layout.nodes
     _check_options(auto=auto, explain=explain, stage=stage, config=config)
     if price is not None and tokens is None:
@@ -136,7 +138,7 @@ def plan(
     if micro_batch is not None and not subject.has_batches:
         raise ConfigError(f"--micro-batch is for models without inputs of their own, and {model} returns its inputs")
     settings = (
-        _settings(config, 3 if stage is None else stage, micro_batch, gpus) if layout is None else layout.config()
+        _settings(config, 3 if stage is None else stage, micro_batch, gpus, gpu) if layout is None else layout.config()
     )
     settings = with_axes(settings, tensor=tp, pipe=pp, sequence=sp, expert=ep)
     if auto:
@@ -214,6 +216,17 @@ def _check_options(*, auto: bool, explain: bool, stage: int | None, config: Path
         raise ConfigError("--explain is about one plan: run it with --config and what --auto printed")
 
 
+_OF_LAYOUT = ("gpus", "gpu", "nodes", "config", "stage", "micro_batch", "seq", "tp", "pp", "sp", "ep", "auto")
+
+
+def _check_published(context: typer.Context) -> None:
+    """Refuse options that contradict a published layout, which has a configuration, GPUs and a sequence of its own."""
+    given = [name for name in _OF_LAYOUT if getattr(context.get_parameter_source(name), "name", "DEFAULT") != "DEFAULT"]
+    if given:
+        option = f"--{given[0].replace('_', '-')}"
+        raise ConfigError(f"--as-published has GPUs, axes and a batch of its own: remove it, or {option}")
+
+
 def _planned(model: PlanModel, first: PlanChoice, sequence: int, explain: bool) -> _Shown:
     """Return the plan of a configuration, with answers or with the smallest change that fits."""
     from shardwell.plan.changes import FittingChange
@@ -256,13 +269,14 @@ def _advice(change: tuple[PlanChoice, PlanReport] | None) -> str:
     return f"The smallest change that was found: {choice.words}. {report.sentence()}"
 
 
-def _settings(path: Path | None, stage: int, micro_batch: int | None, gpus: int) -> dict[str, Any]:
-    """Return the configuration: of the file, or bf16 at a stage; with AdamW if it names none, and a micro-batch."""
+def _settings(path: Path | None, stage: int, micro_batch: int | None, gpus: int, gpu: str) -> dict[str, Any]:
+    """Return the configuration: of the file, or 16 bits at a stage; with AdamW if it names none, and a micro-batch."""
     from shardwell.config import load
     from shardwell.config.source import read
+    from shardwell.plan import devices as known
 
     found = dict(read(path)[2]) if path is not None else {
-        "bf16": {"enabled": True},
+        "bf16" if known.gpu(gpu).has_bf16 else "fp16": {"enabled": True},
         "zero_optimization": {"stage": stage},
     }  # fmt: skip
     found = {**found, "optimizer": found.get("optimizer") or _ADAMW}
