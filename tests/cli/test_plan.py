@@ -92,6 +92,10 @@ def test_what_does_not_fit_comes_with_the_smallest_change(tmp_path: Path) -> Non
         (("llama-3-8b", "--gpu", "h1000"), "no GPU is known as 'h1000'"),
         (("llama-3-8b", "--gpus", "10", "--nodes", "4"), "cannot be divided over 4 nodes evenly"),
         (("llama-3-8b", "--gpus", "0"), "expected 1 or more"),
+        (("llama-3-8b", "--gpus", "1000000000"), "expected at most 16,777,216"),
+        (("llama-3-8b", "--gpus", "9"), "nodes of 8 cannot have so many evenly"),
+        (("llama-3-8b", "--price", "inf", "--tokens", "1T"), "--price inf: expected a number"),
+        (("llama-3-8b", "--html", "/"), "--html /: is a folder"),
         (("llama-3-8b", "--config", "/nowhere.json"), "no such file"),
         (("llama-3-8b", "--config", "/dev/zero"), "a device, not a file"),
         (("/dev/zero",), "/dev/zero: a device, not a file"),
@@ -134,6 +138,18 @@ def test_bad_input_is_one_sentence(arguments: tuple[str, ...], says: str) -> Non
     ("text", "says"),
     [
         ("def build(:", "raised SyntaxError when it was imported: invalid syntax"),
+        ("import torch\nbuild = lambda: (torch.nn.Linear(4, 4), 'tokens')", "returned a str as the inputs"),
+        (
+            "import torch\nclass Model(torch.nn.Linear):\n    other = torch.ones(4)\n    def forward(self, x):\n"
+            "        return super().forward(x * self.other).sum()\n"
+            "build = lambda: (Model(4, 4), torch.ones(2, 4))",
+            "own.py:5 (return super().forward(x * self.other).sum()) uses a tensor that is on another device",
+        ),
+        (
+            "import torch\nclass Model(torch.nn.Linear):\n    def forward(self, x):\n        return x[x > 0].sum()\n"
+            "build = lambda: (Model(4, 4), torch.ones(2, 4))",
+            "how many elements are chosen by a mask",
+        ),
         (
             "import torch\nbuild = lambda: torch.nn.Linear(4, 4)",
             "0: (1, 8) of int64; a function of your own may return",

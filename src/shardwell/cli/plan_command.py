@@ -6,6 +6,7 @@ import contextlib
 import gc
 import json
 import logging
+import math
 import os
 import sys
 from collections.abc import Iterator
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 
 _ADAMW = {"type": "AdamW", "params": {"lr": 1e-4}}
 _ONE_PROBLEM = "dict: 1 problem in the configuration\n"
+_MOST_GPUS, _PER_NODE = 1 << 24, 8
 _MICRO = "train_micro_batch_size_per_gpu"
 
 
@@ -126,8 +128,10 @@ def plan(
     _check_options(auto=auto, explain=explain, stage=stage, config=config)
     if price is not None and tokens is None:
         raise ConfigError("--price: how much is to be trained? Add --tokens, as --tokens 1T")  # before it is planned
-    if html is not None and not html.resolve().parent.is_dir():
-        raise ConfigError(f"--html {html}: its folder does not exist")
+    if price is not None and not math.isfinite(price):
+        raise ConfigError(f"--price {price}: expected a number")
+    if html is not None and (html.is_dir() or not html.resolve().parent.is_dir()):
+        raise ConfigError(f"--html {html}: {'is a folder' if html.is_dir() else 'its folder does not exist'}")
     machine = with_speeds(_machine(gpu, gpus, nodes, host_memory, disk), gpu, link, drive, measured)
     num_tokens = None if tokens is None else parse_count(tokens, "--tokens")
     if ":" in model and os.getcwd() not in sys.path:
@@ -298,9 +302,15 @@ def _machine(gpu: str, gpus: int, nodes: int | None, host_memory: str | None, di
     if gpus < 1 or (nodes is not None and nodes < 1):
         asked = f"--gpus {gpus}" if nodes is None else f"--gpus {gpus} --nodes {nodes}"
         raise ConfigError(f"{asked}: expected 1 or more")
+    if gpus > _MOST_GPUS:
+        raise ConfigError(f"--gpus {gpus}: expected at most {_MOST_GPUS:,}")
+    if nodes is None and gpus > _PER_NODE and gpus % _PER_NODE:
+        raise ConfigError(
+            f"--gpus {gpus}: nodes of {_PER_NODE} cannot have so many evenly; name their number (--nodes)"
+        )
     if nodes is not None and gpus % nodes:
         raise ConfigError(f"--gpus {gpus} --nodes {nodes}: {gpus} GPUs cannot be divided over {nodes} nodes evenly")
-    per_node = gpus // nodes if nodes is not None else min(gpus, 8)
+    per_node = gpus // nodes if nodes is not None else min(gpus, _PER_NODE)
     machine = SimulatedMachine(known.gpu(gpu).memory_bytes, ranks=SimulatedRanks(0, gpus, per_node))
     if host_memory is not None:
         machine = replace(machine, host_bytes=float(parse_byte_size(host_memory, "--host-memory")))

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
@@ -164,7 +165,7 @@ def _counted(
     model: nn.Module, settings: Config, machine: SimulatedMachine, forward: Callable[[Engine], Tensor], grid: Grid
 ) -> tuple[dict[Tier, int], dict[Tier, int]]:
     """Return what the statistics of a simulated engine count between steps, and at the peak of a step."""
-    with simulated(machine):
+    with simulated(machine), torch.compiler.set_stance("force_eager"):
         engine = shardwell.initialize(model=model, config=settings, mesh=grid).engine  # type: ignore[arg-type]
         stats = engine._context.memory_stats
         try:

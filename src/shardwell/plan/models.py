@@ -173,10 +173,18 @@ def from_function(place: str) -> tuple[nn.Module, Any]:
     except ShardwellError:
         raise
     except Exception as error:
-        raise ConfigError(f"{place}: raised {type(error).__name__}: {' '.join(str(error).split())}") from error
+        words = " ".join(str(error).split()).rstrip("!")
+        meta = " (functions are called on the meta device, where tensors have no values)" if "meta" in words else ""
+        raise ConfigError(f"{place}: raised {type(error).__name__}: {words}{meta}") from error
     model, inputs = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
     if not isinstance(model, nn.Module):
         raise ConfigError(f"{place}: returned a {type(model).__name__}, expected a module, or a module and its inputs")
+    inputs = (inputs,) if isinstance(inputs, torch.Tensor) else inputs
+    if not isinstance(inputs, tuple | list | dict | None):
+        raise ConfigError(
+            f"{place}: returned a {type(inputs).__name__} as the inputs of its module, expected a tuple or a "
+            "dictionary of tensors"
+        )
     if next(model.parameters(), None) is None:
         raise ConfigError(f"{place}: returned a {type(model).__name__} without parameters, of which there is no plan")
     return model, inputs

@@ -126,7 +126,8 @@ def simulate(
     `grid` are the axes of a job that has them of a mesh, and not of its configuration. The model is of no use
     afterwards: to unshard it would take a collective for each rank.
     """
-    with simulated(machine), observed_statistics(None if recording is None else recording.changed):
+    observed = observed_statistics(None if recording is None else recording.changed)
+    with simulated(machine), observed, torch.compiler.set_stance("force_eager"):  # compiled parts run as they are
         checkpointing.reset()  # what it knows of another machine
         engine = shardwell.initialize(model=model, config=config, mesh=grid).engine  # type: ignore[arg-type]
         try:
@@ -325,6 +326,7 @@ def _costs(engine: Engine, peaks: _Peaks, copies: Numbers) -> StepCosts:
     )
 
 
+_NONZERO = "how many elements are chosen by a mask, or are not zero, depends on values"
 _KERNELS = ("fused_kernels.py", "meta_kernels.py", "live_tensors.py", "kernel_times.py")  # between a model and torch
 
 
@@ -369,7 +371,14 @@ def naming_lines() -> Iterator[None]:
         own = torch.__file__.rsplit("/", 1)[0], shardwell.__file__.rsplit("/", 1)[0]
         frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(own)]
         where = f"{frames[-1].filename}:{frames[-1].lineno} ({frames[-1].line})" if frames else "the model"
+        if "expected device meta" in str(error):
+            raise ShardwellError(
+                f"{where} uses a tensor that is on another device than the model: register it as a buffer, or make it "
+                "on the device of an input."
+            ) from error
+        words = " ".join(str(error).split()).rstrip(".!")
+        words = _NONZERO if "register_meta function" in words else words
         raise ShardwellError(
-            f"{where} asks for the value of a tensor, and a plan has sizes only: {error}. Let the forward not depend "
+            f"{where} asks for the value of a tensor, and a plan has sizes only: {words}. Let the forward not depend "
             "on values, or plan with a function that leaves that part out."
         ) from error
