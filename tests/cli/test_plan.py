@@ -235,6 +235,25 @@ def test_a_stage_that_initialize_would_choose_is_not_planned(tmp_path: Path) -> 
     assert "let shardwell plan --auto choose" in text
 
 
+def test_blocks_that_are_null_are_absent_and_numbers_may_be_text(tmp_path: Path) -> None:
+    written(tmp_path)
+    where = tmp_path / "zero.json"
+
+    def asked(**keys: Any) -> dict[str, Any]:
+        where.write_text(json.dumps(keys))
+        code, text = planned(str(tmp_path), "--gpus", "2", "--seq", "8", "--config", str(where), "--json")
+        assert code == 0, text
+        found: dict[str, Any] = json.loads(text[text.index("{") :])
+        return found
+
+    for text, number in ((None, {}), ({"stage": "2"}, {"stage": 2})):
+        assert asked(zero_optimization=text)["traffic"] == asked(zero_optimization=number)["traffic"]
+    assert asked(sequence_parallel_size="2")["peaks"] == asked(sequence_parallel_size=2)["peaks"]
+    where.write_text(json.dumps({"train_micro_batch_size_per_gpu": True}))
+    code, said = planned(str(tmp_path), "--config", str(where))
+    assert (code, "expected a whole number, found true" in said) == (2, True)
+
+
 def test_a_batch_of_all_ranks_that_is_asked_for_is_planned(tmp_path: Path) -> None:
     written(tmp_path)
     (tmp_path / "zero.json").write_text(json.dumps({"train_batch_size": 8, "zero_optimization": {"stage": 1}}))

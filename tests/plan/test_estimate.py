@@ -15,6 +15,7 @@ from shardwell import checkpointing
 from shardwell.memory import Tier
 from shardwell.plan import BlockModel, PlanReport, SimulatedMachine, SimulatedRanks, estimate, tokens
 from shardwell.plan.decoder import Decoder, DecoderSizes
+from shardwell.plan.devices import gpu, speeds_of
 from shardwell.plan.estimate import _run
 from shardwell.plan.models import PRESETS, decoder
 
@@ -197,6 +198,14 @@ def test_transformers_are_answered_that_rows_are_whole_so_that_no_mask_is_made(
         return estimate(model, config(2, **axes), machine(4), inputs).costs.at_peak["activations"]
 
     assert activations(4096) < 2.1 * activations(2048)  # with masks it would be four times as much
+
+
+def test_blocks_that_are_recomputed_under_autocast_have_a_time() -> None:
+    asked = {**config(3), "torch_autocast": {"enabled": True, "dtype": "bfloat16"}, "bf16": {"enabled": False}}
+    there = machine(2, speeds=speeds_of(gpu("h100")))
+    report = estimate(decoder("m", replace(SMALL, layers=2), 1, 32, recomputes=True), asked, there)
+    assert report.time is not None
+    assert report.time.seconds > 0
 
 
 def test_compiled_models_are_planned_as_they_are_without_compilation() -> None:

@@ -28,6 +28,11 @@ _ADAMW = {"type": "AdamW", "params": {"lr": 1e-4}}
 _ONE_PROBLEM = "dict: 1 problem in the configuration\n"
 _MOST_GPUS, _PER_NODE = 1 << 24, 8
 _MICRO = "train_micro_batch_size_per_gpu"
+_BATCH = (_MICRO, "train_batch_size", "gradient_accumulation_steps")
+_NUMBERS = (  # that plans read themselves
+    *(*_BATCH, "stage", "sequence_parallel_size", "autotp_size", "stages", "chunks", "expert_parallel_size"),
+    *("zero_hpz_partition_size", "buffer_count"),
+)
 
 
 class _Once(logging.Filter):
@@ -283,6 +288,7 @@ def _settings(path: Path | None, stage: int, micro_batch: int | None, gpus: int,
         "bf16" if known.gpu(gpu).has_bf16 else "fp16": {"enabled": True},
         "zero_optimization": {"stage": stage},
     }  # fmt: skip
+    found = _checked(found) if path is not None else found
     found = {**found, "optimizer": found.get("optimizer") or _ADAMW}
     if micro_batch is not None:
         if micro_batch < 1:
@@ -292,6 +298,32 @@ def _settings(path: Path | None, stage: int, micro_batch: int | None, gpus: int,
     if not isinstance(found.get(_MICRO), int):
         found = {**found, _MICRO: load(found, world_size=gpus).train_micro_batch_size_per_gpu}
     return found
+
+
+def _checked(given: dict[str, Any]) -> dict[str, Any]:
+    """Return a configuration without what is null, once its blocks are known to be what they should be.
+
+    How its batch fits the ranks is known once all axes are.
+    """
+    from shardwell.config import load
+    from shardwell.plan.estimate import without_nulls
+
+    found = without_nulls(given)
+    load({key: value for key, value in found.items() if key not in _BATCH})
+    return {key: _as_number(key, value) for key, value in found.items()}
+
+
+def _as_number(key: str, value: Any) -> Any:
+    """Return a value of a configuration, with whole numbers that are written as text, or as 1.0, as numbers."""
+    if isinstance(value, dict):
+        return {inner: _as_number(inner, one) for inner, one in value.items()}
+    if key not in _NUMBERS:
+        return value
+    if isinstance(value, bool):
+        raise ConfigError(f"the configuration: {key}: expected a whole number, found {json.dumps(value)}")
+    if isinstance(value, str) and value.isdigit():
+        return int(value)
+    return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 def _machine(gpu: str, gpus: int, nodes: int | None, host_memory: str | None, disk: str | None) -> SimulatedMachine:

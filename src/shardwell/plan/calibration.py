@@ -10,7 +10,6 @@ Figures have the names of the fields of `Speeds`; those of matrix products are l
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -21,6 +20,7 @@ from shardwell.errors import ConfigError
 from shardwell.virtual_time.speeds import DTYPES, MatmulRates, Speeds
 
 FORMAT, VERSION = "shardwell machine", 1
+_LEAST, _MOST = 1e-12, 1e21  # seconds and shares, and rates, beyond which a file is damaged
 MATMUL = "matmul "  # before the dtype
 _KEYS = {one.name for one in fields(Speeds)} - {"matmul", "origins"}
 
@@ -93,9 +93,12 @@ def read_calibration(path: Path) -> Calibration:
     ranks = found.get("ranks")
     if isinstance(ranks, bool) or not isinstance(ranks, int) or ranks < 1:
         raise ConfigError(f"{path}: ranks is {ranks!r}, expected a whole number of 1 or more")
+    has_gpus = found.get("has_gpus", True)
+    if not isinstance(has_gpus, bool):
+        raise ConfigError(f"{path}: has_gpus is {has_gpus!r}, expected true or false")
     return Calibration(
         str(found.get("device", "")),
-        bool(found.get("has_gpus", True)),
+        has_gpus,
         ranks,
         str(found.get("measured", "")),
         {str(name): _figure(path, str(name), one) for name, one in figures.items()},
@@ -110,7 +113,9 @@ def _figure(path: Path, name: str, found: Any) -> MeasuredFigure:
     how, date = (str(found.get(key, "")) for key in ("how", "date")) if isinstance(found, dict) else ("", "")
     if not is_matmul:
         if not _is_number(value):
-            raise ConfigError(f"{path}: figure {name!r} has the value {value!r}, expected a number above 0")
+            raise ConfigError(
+                f"{path}: figure {name!r} has the value {value!r}, expected a number from {_LEAST:g} to {_MOST:g}"
+            )
         return MeasuredFigure(float(value), how, date)
     if not isinstance(value, list) or not value or not all(_is_pair(one) for one in value):
         raise ConfigError(f"{path}: figure {name!r} has the value {value!r}, expected pairs of FLOPs and FLOP/s")
@@ -118,7 +123,8 @@ def _figure(path: Path, name: str, found: Any) -> MeasuredFigure:
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) and value > 0
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return is_number and _LEAST <= value <= _MOST
 
 
 def _is_pair(value: Any) -> bool:

@@ -200,7 +200,8 @@ def timed_engine(model: nn.Module, config: Any, machine: SimulatedMachine) -> It
         clock.is_on_device = device.is_on_device if device.has_device_memory else lambda _: True
         engine._context.roles.shard.traffic.observer = _Names(clock)
         fuse_updates(engine)
-        modes = FusedKernels(has_gpus=device.has_device_memory), naming_lines(), engine._scheduler.recording(trace)
+        kernels = FusedKernels(engine._precision.autocast, has_gpus=device.has_device_memory)
+        modes = kernels, naming_lines(), engine._scheduler.recording(trace)
         try:
             with modes[0], modes[1], modes[2]:
                 yield TimedEngine(engine, clock, TimedKernels(clock, device), trace)
