@@ -68,6 +68,13 @@ def test_a_page_without_forms_says_why_and_shows_the_plan(tmp_path: Path) -> Non
     assert (code, "its folder does not exist" in text) == (2, True)
 
 
+def test_a_gpu_without_products_in_bf16_is_planned_in_fp16(tmp_path: Path) -> None:
+    for name, key in (("t4", "fp16"), ("v100", "fp16"), ("l40s", "bf16")):
+        code, text = planned(str(written(tmp_path)), "--gpus", "2", "--gpu", name, "--seq", "32", "--json")
+        assert code == 0
+        assert json.loads(text[text.index("{") :])["config"][key] == {"enabled": True}
+
+
 def test_what_does_not_fit_comes_with_the_smallest_change(tmp_path: Path) -> None:
     wide = written(tmp_path, hidden_size=8192, intermediate_size=32768, num_attention_heads=64, num_key_value_heads=8)
     code, text = planned(str(wide), "--gpus", "8", "--gpu", "t4", "--stage", "0", "--seq", "32", "--json")
@@ -85,6 +92,10 @@ def test_what_does_not_fit_comes_with_the_smallest_change(tmp_path: Path) -> Non
         (("llama-3-8b", "--gpu", "h1000"), "no GPU is known as 'h1000'"),
         (("llama-3-8b", "--gpus", "10", "--nodes", "4"), "cannot be divided over 4 nodes evenly"),
         (("llama-3-8b", "--gpus", "0"), "expected 1 or more"),
+        (("llama-3-8b", "--gpus", "1000000000"), "expected at most 16,777,216"),
+        (("llama-3-8b", "--gpus", "9"), "nodes of 8 cannot have so many evenly"),
+        (("llama-3-8b", "--price", "inf", "--tokens", "1T"), "--price inf: expected a number"),
+        (("llama-3-8b", "--html", "/"), "--html /: is a folder"),
         (("llama-3-8b", "--config", "/nowhere.json"), "no such file"),
         (("llama-3-8b", "--config", "/dev/zero"), "a device, not a file"),
         (("/dev/zero",), "/dev/zero: a device, not a file"),
@@ -109,6 +120,8 @@ def test_what_does_not_fit_comes_with_the_smallest_change(tmp_path: Path) -> Non
         (("llama-3-8b", "--ep", "2"), "the model has no experts that ranks can share"),
         (("llama-3-8b", "--seq", "99999999999999999999"), "expected at most 4,294,967,296 tokens"),
         (("llama-3-8b", "--price", "2"), "Add --tokens"),
+        (("bloom-176b", "--as-published", "--micro-batch", "4"), "remove it, or --micro-batch"),
+        (("bloom-176b", "--as-published", "--gpus", "8"), "remove it, or --gpus"),
         (("tests.support.asking_model:raises",), "raised ValueError: no weights here"),
         (("tests.support.asking_model:empty",), "returned a Identity without parameters"),
         (("tests.support.asking_model:constant",), "is a int, expected a function"),
@@ -125,6 +138,18 @@ def test_bad_input_is_one_sentence(arguments: tuple[str, ...], says: str) -> Non
     ("text", "says"),
     [
         ("def build(:", "raised SyntaxError when it was imported: invalid syntax"),
+        ("import torch\nbuild = lambda: (torch.nn.Linear(4, 4), 'tokens')", "returned a str as the inputs"),
+        (
+            "import torch\nclass Model(torch.nn.Linear):\n    other = torch.ones(4)\n    def forward(self, x):\n"
+            "        return super().forward(x * self.other).sum()\n"
+            "build = lambda: (Model(4, 4), torch.ones(2, 4))",
+            "own.py:5 (return super().forward(x * self.other).sum()) uses a tensor that is on another device",
+        ),
+        (
+            "import torch\nclass Model(torch.nn.Linear):\n    def forward(self, x):\n        return x[x > 0].sum()\n"
+            "build = lambda: (Model(4, 4), torch.ones(2, 4))",
+            "how many elements are chosen by a mask",
+        ),
         (
             "import torch\nbuild = lambda: torch.nn.Linear(4, 4)",
             "0: (1, 8) of int64; a function of your own may return",
@@ -208,6 +233,25 @@ def test_a_stage_that_initialize_would_choose_is_not_planned(tmp_path: Path) -> 
     code, text = planned(str(tmp_path), "--gpus", "2", "--config", str(tmp_path / "zero.json"))
     assert code == 2
     assert "let shardwell plan --auto choose" in text
+
+
+def test_blocks_that_are_null_are_absent_and_numbers_may_be_text(tmp_path: Path) -> None:
+    written(tmp_path)
+    where = tmp_path / "zero.json"
+
+    def asked(**keys: Any) -> dict[str, Any]:
+        where.write_text(json.dumps(keys))
+        code, text = planned(str(tmp_path), "--gpus", "2", "--seq", "8", "--config", str(where), "--json")
+        assert code == 0, text
+        found: dict[str, Any] = json.loads(text[text.index("{") :])
+        return found
+
+    for text, number in ((None, {}), ({"stage": "2"}, {"stage": 2})):
+        assert asked(zero_optimization=text)["traffic"] == asked(zero_optimization=number)["traffic"]
+    assert asked(sequence_parallel_size="2")["peaks"] == asked(sequence_parallel_size=2)["peaks"]
+    where.write_text(json.dumps({"train_micro_batch_size_per_gpu": True}))
+    code, said = planned(str(tmp_path), "--config", str(where))
+    assert (code, "expected a whole number, found true" in said) == (2, True)
 
 
 def test_a_batch_of_all_ranks_that_is_asked_for_is_planned(tmp_path: Path) -> None:

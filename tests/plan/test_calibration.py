@@ -66,9 +66,11 @@ def changed(**change: Any) -> dict[str, Any]:
         (json.dumps(changed(version=2)), "version 2, expected 1"),
         (json.dumps(changed(figures={})), "has no figures"),
         (json.dumps(changed(ranks=0)), "ranks is 0"),
+        (json.dumps(changed(has_gpus="no")), "has_gpus is 'no', expected true or false"),
+        (json.dumps(changed(figures={"inside": {"value": 1e300}})), "expected a number from 1e-12 to 1e\\+21"),
         (json.dumps(changed(figures={"warp": {"value": 9}})), "'warp' is not known"),
-        (json.dumps(changed(figures={"inside": {"value": -1}})), "-1, expected a number above 0"),
-        (json.dumps(changed(figures={"inside": 5})), "None, expected a number above 0"),
+        (json.dumps(changed(figures={"inside": {"value": -1}})), "-1, expected a number from 1e-12"),
+        (json.dumps(changed(figures={"inside": 5})), "None, expected a number from 1e-12"),
         (
             '{"format": "shardwell machine", "version": 1, "ranks": 1, "figures": {"inside": {"value": NaN}}}',
             "NaN is not a number",

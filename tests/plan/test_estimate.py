@@ -15,6 +15,7 @@ from shardwell import activation_checkpointing
 from shardwell.memory import Tier
 from shardwell.plan import BlockModel, PlanReport, SimulatedMachine, SimulatedRanks, estimate, tokens
 from shardwell.plan.decoder import Decoder, DecoderSizes
+from shardwell.plan.devices import gpu, speeds_of
 from shardwell.plan.estimate import _run
 from shardwell.plan.models import PRESETS, decoder
 
@@ -178,3 +179,45 @@ def test_reports_are_text_json_and_html() -> None:
     assert found["rest"]["parameters device"] == report.costs.rest["parameters device"]
     assert "peak in backward" in str(report)
     assert report._repr_html_().startswith("<pre>")
+
+
+@pytest.mark.parametrize("masks", [False, True])
+@pytest.mark.parametrize("axes", [{}, {"tensor_parallel": {"autotp_size": 2}}, {"sequence_parallel_size": 2}])
+def test_transformers_are_answered_that_rows_are_whole_so_that_no_mask_is_made(
+    masks: bool, axes: dict[str, Any]
+) -> None:
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "vocab_size": 8}
+    heads = dict.fromkeys(("num_attention_heads", "num_key_value_heads"), 4)
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(transformers.LlamaConfig(**sizes, **heads))
+
+    def activations(length: int) -> int:
+        ids = torch.zeros(1, length, dtype=torch.long)
+        inputs = {"input_ids": ids, "labels": ids, "use_cache": False, **({"attention_mask": ids + 1} if masks else {})}
+        return estimate(model, config(2, **axes), machine(4), inputs).costs.at_peak["activations"]
+
+    assert activations(4096) < 2.1 * activations(2048)  # with masks it would be four times as much
+
+
+def test_blocks_that_are_recomputed_under_autocast_have_a_time() -> None:
+    asked = {**config(3), "torch_autocast": {"enabled": True, "dtype": "bfloat16"}, "bf16": {"enabled": False}}
+    there = machine(2, speeds=speeds_of(gpu("h100")))
+    report = estimate(decoder("m", replace(SMALL, layers=2), 1, 32, recomputes=True), asked, there)
+    assert report.time is not None
+    assert report.time.seconds > 0
+
+
+def test_compiled_models_are_planned_as_they_are_without_compilation() -> None:
+    plain = nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 1))
+    found = [
+        estimate(model, config(3), machine(2), (torch.zeros(4, 8),), loss=lambda out: out.sum())
+        for model in (plain, torch.compile(plain))
+    ]
+    assert found[0].costs.peaks == found[1].costs.peaks
+    assert found[0].costs.traffic == found[1].costs.traffic
+
+
+def test_more_ranks_than_a_simulation_can_list_are_refused() -> None:
+    with pytest.raises(shardwell.ShardwellError, match="expected at most"):
+        machine(1 << 40)

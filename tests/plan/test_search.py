@@ -159,6 +159,16 @@ def test_answers_come_with_figures_of_simulations() -> None:
     assert node["states"] > 0
 
 
+def test_a_change_that_a_configuration_does_not_admit_is_an_answer() -> None:
+    cut = {"zero_optimization": {"stage": 3}, "tensor_parallel": {"autotp_size": 2}}
+    found = {one.question: one for one in answers(cut, machine(4, 2))}
+    assert (
+        "it is refused: zero_optimization.zero_hpz_partition_size"
+        in found["Are secondary shards in each node (hpZ) worth it?"].words
+    )
+    assert found["What would one more node bring?"].figures["gpus"] == 6
+
+
 def test_what_does_not_fit_is_told_the_smallest_change() -> None:
     size = sum(one.numel() for one in MODEL.whole().parameters())
     found = answers({"zero_optimization": {"stage": 0}}, machine(4, 4, 9.0 * size))[0]

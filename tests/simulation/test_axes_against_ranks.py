@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import shardwell
 from benchmarks.case_studies import PLAN, CaseStudy, built, loss_of
@@ -33,6 +35,7 @@ CASES: dict[str, tuple[int, int, dict[str, Any]]] = {  # ranks, stage, axes
     "pp2": (2, 0, PIPE),
     "tp2 x ZeRO 2": (4, 2, TENSOR),
     "tp2 x ZeRO 3": (4, 3, TENSOR),
+    "2 replicas": (4, 3, {}),
     "pp2 x ZeRO 1": (4, 1, PIPE),
     "tp2 x pp2": (4, 0, {**TENSOR, **PIPE}),
     "Ulysses 2": (2, 3, {"sequence_parallel_size": 2}),
@@ -69,7 +72,7 @@ def counted(name: str, device: str) -> dict[str, Any]:
         **axes,
     }
     model: Any = _model(name, device)
-    engine: Any = shardwell.initialize(model=model, config=config, device=device).engine
+    engine: Any = shardwell.initialize(model=model, config=config, device=device, mesh=_mesh(name)).engine
     if "pipeline" in axes:
         engine.expect_hidden(torch.empty(2, SMALL.sequence, SMALL.width, dtype=torch.bfloat16, device=device))
     rest, peaks = [], []
@@ -81,12 +84,16 @@ def counted(name: str, device: str) -> dict[str, Any]:
         peaks.append({state.value: report.total(state, tier=Tier.DEVICE, at_peak=True) for state in StateKind})
     traffic = engine.traffic()
     received = {f"{kind.value} {hop}": size for (kind, hop), size in traffic.received.items() if size}
-    found = {
+    found: dict[str, Any] = {
         "rest": rest,
         "peaks": peaks,
         "traffic": received,
         "by axis": {str(axis): int(size) for axis, size in traffic.by_axis().items()},
     }
+    if device != "meta" and "pipeline" not in axes:
+        inputs, loss = _inputs(name, device), _loss(name, _inputs(name, "meta"))
+        found["plan"] = engine.plan(inputs, loss).as_dict()
+        _step(name, engine, device)  # the job goes on after it was planned
     engine.destroy(whole=False)
     return found
 
@@ -121,29 +128,40 @@ def _mixture(name: str, device: str) -> nn.Module:
     return model
 
 
-def _step(name: str, engine: Any, device: str) -> None:
-    if name.startswith("experts"):
-        ids = torch.zeros(2, TOKENS // 2, dtype=torch.long, device=device)
-        for _ in range(2):
-            engine.backward(engine(ids))
-            engine.step()
-        return
+def _mesh(name: str) -> DeviceMesh | None:
+    """Return the mesh of a case whose axes are not in its configuration."""
+    if "replicas" not in name:
+        return None
+    return init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_replicate", "dp_shard"))
+
+
+def _inputs(name: str, device: str) -> tuple[Tensor, ...]:
+    """Return the inputs of a micro-step on this rank."""
     if name.startswith("Ulysses"):
-        part = TOKENS // 2
-        ids, places = (torch.zeros(2, part, dtype=torch.long, device=device) for _ in range(2))
+        ids, places = (torch.zeros(2, TOKENS // 2, dtype=torch.long, device=device) for _ in range(2))
         if device != "meta":
-            places += torch.arange(part) + dist.get_rank() % 2 * part
-        for _ in range(2):
-            logits: Tensor = engine(ids, places)
-            engine.backward(F.cross_entropy(logits.view(-1, VOCABULARY).float(), ids.view(-1)))
-            engine.step()
-        return
-    ids = torch.zeros(2, SMALL.sequence, dtype=torch.long, device=device)
+            places += torch.arange(TOKENS // 2) + dist.get_rank() % 2 * (TOKENS // 2)
+        return ids, places
+    length = TOKENS // 2 if name.startswith("experts") else SMALL.sequence
+    return (torch.zeros(2, length, dtype=torch.long, device=device),)
+
+
+def _loss(name: str, inputs: tuple[Tensor, ...]) -> Callable[[Tensor], Tensor]:
+    """Return the loss of what the model gives of inputs."""
+    if name.startswith("experts"):
+        return lambda loss: loss
+    if name.startswith("Ulysses"):
+        return lambda logits: F.cross_entropy(logits.view(-1, VOCABULARY).float(), inputs[0].view(-1))
+    return lambda output: loss_of(output, inputs[0])
+
+
+def _step(name: str, engine: Any, device: str) -> None:
+    inputs = _inputs(name, device)
     if "pp2" in name:
-        engine.train_batch(iter([(ids, ids)] * 2))
+        engine.train_batch(iter([(*inputs, *inputs)] * 2))
         return
     for _ in range(2):
-        engine.backward(loss_of(engine(ids), ids))
+        engine.backward(_loss(name, inputs)(engine(*inputs)))
         engine.step()
 
 
@@ -158,6 +176,16 @@ def on_rank(names: list[str]) -> list[Any]:
     return found
 
 
+def _check_comparison(where: str, found: dict[str, Any]) -> None:
+    """What `engine.plan()` predicts in a running job with axes is what that counted."""
+    device = next(one for one in found["tiers"] if one["tier"] == "device")
+    assert device["rest"] == device["counted_rest"], where
+    assert device["peak"] == device["counted_peak"], where
+    assert device["allocated"] >= device["peak"], where
+    assert found["traffic"], where
+    assert all(pair["predicted"] == pair["counted"] for pair in found["traffic"].values()), (where, found["traffic"])
+
+
 @pytest.mark.parametrize("size", [2, 4])
 def test_a_simulated_rank_of_an_axis_counts_what_a_real_one_counts(size: int, ranks: Ranks) -> None:
     names = [name for name, (number, _, _) in CASES.items() if number == size]
@@ -167,6 +195,8 @@ def test_a_simulated_rank_of_an_axis_counts_what_a_real_one_counts(size: int, ra
             for what in ("traffic", "by axis", "rest", "peaks"):
                 assert plan[what] == real[what], f"{name}, rank {rank}: {what}"
             assert plan["rest"][-1] == plan["rest"][-2]
+            if "plan" in real:
+                _check_comparison(f"{name}, rank {rank}", real["plan"])
             if name.startswith("experts"):
                 # each layer and micro-step: four all-to-alls of a token's rows, half of them to the other rank, in bf16
                 rows = 2 * (TOKENS // 2) * MIXTURE.experts_of_token

@@ -6,6 +6,7 @@ import contextlib
 import gc
 import json
 import logging
+import math
 import os
 import sys
 from collections.abc import Iterator
@@ -25,7 +26,13 @@ if TYPE_CHECKING:
 
 _ADAMW = {"type": "AdamW", "params": {"lr": 1e-4}}
 _ONE_PROBLEM = "dict: 1 problem in the configuration\n"
+_MOST_GPUS, _PER_NODE = 1 << 24, 8
 _MICRO = "train_micro_batch_size_per_gpu"
+_BATCH = (_MICRO, "train_batch_size", "gradient_accumulation_steps")
+_NUMBERS = (  # that plans read themselves
+    *(*_BATCH, "stage", "sequence_parallel_size", "autotp_size", "stages", "chunks", "expert_parallel_size"),
+    *("zero_hpz_partition_size", "buffer_count"),
+)
 
 
 class _Once(logging.Filter):
@@ -68,6 +75,7 @@ def _saying_once() -> Iterator[None]:
 @_saying_once()
 @_naming_the_file()
 def plan(
+    context: typer.Context,
     model: Annotated[
         str, typer.Argument(help="A preset, a config.json of Hugging Face or its directory, or MODULE:FUNCTION.")
     ],
@@ -120,12 +128,15 @@ def plan(
 
     layout = layout_of(model) if as_published else None
     if layout is not None:
+        _check_published(context)
         seq, gpu, gpus, nodes = layout.sequence, layout.gpu, layout.gpus, layout.nodes
     _check_options(auto=auto, explain=explain, stage=stage, config=config)
     if price is not None and tokens is None:
         raise ConfigError("--price: how much is to be trained? Add --tokens, as --tokens 1T")  # before it is planned
-    if html is not None and not html.resolve().parent.is_dir():
-        raise ConfigError(f"--html {html}: its folder does not exist")
+    if price is not None and not math.isfinite(price):
+        raise ConfigError(f"--price {price}: expected a number")
+    if html is not None and (html.is_dir() or not html.resolve().parent.is_dir()):
+        raise ConfigError(f"--html {html}: {'is a folder' if html.is_dir() else 'its folder does not exist'}")
     machine = with_speeds(_machine(gpu, gpus, nodes, host_memory, disk), gpu, link, drive, measured)
     num_tokens = None if tokens is None else parse_count(tokens, "--tokens")
     if ":" in model and os.getcwd() not in sys.path:
@@ -136,7 +147,7 @@ def plan(
     if micro_batch is not None and not subject.has_batches:
         raise ConfigError(f"--micro-batch is for models without inputs of their own, and {model} returns its inputs")
     settings = (
-        _settings(config, 3 if stage is None else stage, micro_batch, gpus) if layout is None else layout.config()
+        _settings(config, 3 if stage is None else stage, micro_batch, gpus, gpu) if layout is None else layout.config()
     )
     settings = with_axes(settings, tensor=tp, pipe=pp, sequence=sp, expert=ep)
     if auto:
@@ -214,6 +225,17 @@ def _check_options(*, auto: bool, explain: bool, stage: int | None, config: Path
         raise ConfigError("--explain is about one plan: run it with --config and what --auto printed")
 
 
+_OF_LAYOUT = ("gpus", "gpu", "nodes", "config", "stage", "micro_batch", "seq", "tp", "pp", "sp", "ep", "auto")
+
+
+def _check_published(context: typer.Context) -> None:
+    """Refuse options that contradict a published layout, which has a configuration, GPUs and a sequence of its own."""
+    given = [name for name in _OF_LAYOUT if getattr(context.get_parameter_source(name), "name", "DEFAULT") != "DEFAULT"]
+    if given:
+        option = f"--{given[0].replace('_', '-')}"
+        raise ConfigError(f"--as-published has GPUs, axes and a batch of its own: remove it, or {option}")
+
+
 def _planned(model: PlanModel, first: PlanChoice, sequence: int, explain: bool) -> _Shown:
     """Return the plan of a configuration, with answers or with the smallest change that fits."""
     from shardwell.plan.changes import FittingChange
@@ -256,15 +278,17 @@ def _advice(change: tuple[PlanChoice, PlanReport] | None) -> str:
     return f"The smallest change that was found: {choice.words}. {report.sentence()}"
 
 
-def _settings(path: Path | None, stage: int, micro_batch: int | None, gpus: int) -> dict[str, Any]:
-    """Return the configuration: of the file, or bf16 at a stage; with AdamW if it names none, and a micro-batch."""
+def _settings(path: Path | None, stage: int, micro_batch: int | None, gpus: int, gpu: str) -> dict[str, Any]:
+    """Return the configuration: of the file, or 16 bits at a stage; with AdamW if it names none, and a micro-batch."""
     from shardwell.config import load
     from shardwell.config.source import read
+    from shardwell.plan import devices as known
 
     found = dict(read(path)[2]) if path is not None else {
-        "bf16": {"enabled": True},
+        "bf16" if known.gpu(gpu).has_bf16 else "fp16": {"enabled": True},
         "zero_optimization": {"stage": stage},
     }  # fmt: skip
+    found = _checked(found) if path is not None else found
     found = {**found, "optimizer": found.get("optimizer") or _ADAMW}
     if micro_batch is not None:
         if micro_batch < 1:
@@ -276,6 +300,32 @@ def _settings(path: Path | None, stage: int, micro_batch: int | None, gpus: int)
     return found
 
 
+def _checked(given: dict[str, Any]) -> dict[str, Any]:
+    """Return a configuration without what is null, once its blocks are known to be what they should be.
+
+    How its batch fits the ranks is known once all axes are.
+    """
+    from shardwell.config import load
+    from shardwell.plan.estimate import without_nulls
+
+    found = without_nulls(given)
+    load({key: value for key, value in found.items() if key not in _BATCH})
+    return {key: _as_number(key, value) for key, value in found.items()}
+
+
+def _as_number(key: str, value: Any) -> Any:
+    """Return a value of a configuration, with whole numbers that are written as text, or as 1.0, as numbers."""
+    if isinstance(value, dict):
+        return {inner: _as_number(inner, one) for inner, one in value.items()}
+    if key not in _NUMBERS:
+        return value
+    if isinstance(value, bool):
+        raise ConfigError(f"the configuration: {key}: expected a whole number, found {json.dumps(value)}")
+    if isinstance(value, str) and value.isdigit():
+        return int(value)
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
 def _machine(gpu: str, gpus: int, nodes: int | None, host_memory: str | None, disk: str | None) -> SimulatedMachine:
     from shardwell.checkpoint.parsing import parse_byte_size
     from shardwell.plan import SimulatedMachine, SimulatedRanks
@@ -284,9 +334,15 @@ def _machine(gpu: str, gpus: int, nodes: int | None, host_memory: str | None, di
     if gpus < 1 or (nodes is not None and nodes < 1):
         asked = f"--gpus {gpus}" if nodes is None else f"--gpus {gpus} --nodes {nodes}"
         raise ConfigError(f"{asked}: expected 1 or more")
+    if gpus > _MOST_GPUS:
+        raise ConfigError(f"--gpus {gpus}: expected at most {_MOST_GPUS:,}")
+    if nodes is None and gpus > _PER_NODE and gpus % _PER_NODE:
+        raise ConfigError(
+            f"--gpus {gpus}: nodes of {_PER_NODE} cannot have so many evenly; name their number (--nodes)"
+        )
     if nodes is not None and gpus % nodes:
         raise ConfigError(f"--gpus {gpus} --nodes {nodes}: {gpus} GPUs cannot be divided over {nodes} nodes evenly")
-    per_node = gpus // nodes if nodes is not None else min(gpus, 8)
+    per_node = gpus // nodes if nodes is not None else min(gpus, _PER_NODE)
     machine = SimulatedMachine(known.gpu(gpu).memory_bytes, ranks=SimulatedRanks(0, gpus, per_node))
     if host_memory is not None:
         machine = replace(machine, host_bytes=float(parse_byte_size(host_memory, "--host-memory")))

@@ -26,7 +26,9 @@ def with_speeds(
         return replace(machine, speeds=stated)
     found = read_calibration(measured)
     if found.has_gpus:
-        return replace(machine, speeds=found.speeds(stated))
+        speeds = found.speeds(stated)
+        words = f"speeds were measured on a device {found.device or 'without a name'}, and memory is that of {gpu}"
+        return replace(machine, speeds=replace(speeds, origins={"machine": words, **speeds.origins}))
     ranks = replace(machine.ranks, backend="gloo")
     return replace(machine, speeds=found.speeds(), has_gpus=False, ranks=ranks)
 

@@ -21,9 +21,14 @@ from shardwell.sharding import EngineContext
 
 
 def axes_of_arguments(mesh: Any, mpu: Any, world: RankGroup, home: Device, agreement: Agreement) -> Grid | None:
-    """Return the grid of a mesh or an `mpu` that the user passed; None if the configuration names the axes."""
+    """Return the grid of a mesh or an `mpu` that the user passed; None if the configuration names the axes.
+
+    A simulation of a running job passes the grid itself.
+    """
     if mesh is not None and mpu is not None:
         raise ShardwellError("initialize got mesh and mpu, which both say where ranks are: pass one of them")
+    if isinstance(mesh, Grid):
+        return mesh
     if mesh is not None:
         return grid_of_mesh(mesh, world.size, home.torch_device)
     if mpu is None:

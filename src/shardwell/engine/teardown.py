@@ -81,8 +81,9 @@ class Teardown:
                     logging.getLogger("shardwell").warning("destroy leaves the parameters released: %s", why_not)
             elif sys.exc_info()[0] is None:
                 for unit in self.scheduler.units:  # peers may still have to receive what the last step has published
-                    if unit.updates.published is not None and unit.updates.published.is_awaited:
-                        unit.updates.published.finish()
+                    left = unit.updates.published
+                    if left is not None and (left.is_awaited or self.context.device.is_simulated):
+                        left.finish()
             _drop_gradients(self.scheduler, optimizer)
         self._close(optimizer)
 

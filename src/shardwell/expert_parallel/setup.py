@@ -42,7 +42,7 @@ class SharedExperts:
                 if part is not None:
                     parameter.data = whole_of(parameter.data, part, self.axis, f"WHOLE {module.share.name}.{name}")
                     mark_part(parameter, None)
-            _count(module, module.share.num_experts // self.axis.size, module.share.num_experts)
+            count_experts(module, module.share.num_experts // self.axis.size, module.share.num_experts)
             restore(module)
 
     def close(self) -> None:
@@ -92,7 +92,7 @@ def _share(name: str, module: nn.Module, axis: ModelAxis, stage: Collectives, *,
         for inner, parameter in own.items():
             part = TensorPart(tuple(parameter.shape), 0, axis.size, axis.rank)
             _cut(f"{name}.{inner}", parameter, part, stage)
-        _count(module, number, number // axis.size)
+        count_experts(module, number, number // axis.size)
     else:
         if not is_in_block:
             set_leaf(module)  # one unit: ranks call other experts
@@ -114,7 +114,7 @@ def _cut(name: str, parameter: nn.Parameter, part: TensorPart, stage: Collective
     mark_part(parameter, part)
 
 
-def _count(module: nn.Module, before: int, after: int) -> None:
+def count_experts(module: nn.Module, before: int, after: int) -> None:
     """Let a module count its own experts: its loops and masks go by that."""
     for name in _COUNTS:
         if module.__dict__.get(name) == before:

@@ -20,6 +20,7 @@ from shardwell.errors import ShardwellError
 from shardwell.memory import limits
 from shardwell.virtual_time.speeds import Speeds
 
+_MOST_RANKS = 1 << 25  # a simulation has lists of them
 NOT_LIMITED = float(1 << 60)  # bytes
 _WORKSPACE, _LARGE_WORKSPACE = 8_519_680, 33_554_432  # bytes: torch's default for cuBLAS, and that for Hopper and B200
 
@@ -170,6 +171,8 @@ class SimulatedRanks:
     def __post_init__(self) -> None:
         if self.size < 1 or not 0 <= self.rank < self.size:
             raise ShardwellError(f"a simulated rank {self.rank} of {self.size}: expected a rank from 0 to the number")
+        if self.size > _MOST_RANKS:
+            raise ShardwellError(f"{self.size:,} simulated ranks: expected at most {_MOST_RANKS:,}")
         if self.per_node < 0:
             raise ShardwellError(f"{self.per_node} ranks in a node: expected 1 or more")
 

@@ -20,7 +20,7 @@ from shardwell.errors import ConfigError
 from shardwell.virtual_time.speeds import DTYPES, MatmulRates, Speeds
 
 FORMAT, VERSION = "shardwell machine", 1
-_LEAST, _MOST = 1e-30, 1e30  # of a rate or a time
+_LEAST, _MOST = 1e-12, 1e21  # seconds and shares, and rates, beyond which a file is damaged
 MATMUL = "matmul "  # before the dtype
 _KEYS = {one.name for one in fields(Speeds)} - {"matmul", "origins"}
 
@@ -95,9 +95,12 @@ def read_calibration(path: Path) -> Calibration:
     ranks = found.get("ranks")
     if isinstance(ranks, bool) or not isinstance(ranks, int) or not 1 <= ranks <= _MOST:
         raise ConfigError(f"{path}: ranks is {_shown(ranks)}, expected a whole number of 1 or more")
+    has_gpus = found.get("has_gpus", True)
+    if not isinstance(has_gpus, bool):
+        raise ConfigError(f"{path}: has_gpus is {_shown(has_gpus)}, expected true or false")
     return Calibration(
         str(found.get("device", "")),
-        bool(found.get("has_gpus", True)),
+        has_gpus,
         ranks,
         str(found.get("measured", "")),
         {str(name): _figure(path, str(name), one) for name, one in figures.items()},
@@ -114,8 +117,7 @@ def _figure(path: Path, name: str, found: Any) -> MeasuredFigure:
     how, date = (str(found.get(key, "")) for key in ("how", "date")) if isinstance(found, dict) else ("", "")
     if not is_matmul:
         if not _is_number(value):
-            wanted = f"expected a number above 0, from {_LEAST:g} to {_MOST:g}"
-            raise ConfigError(f"{has} {_shown(value)}, {wanted}")
+            raise ConfigError(f"{has} {_shown(value)}, expected a number from {_LEAST:g} to {_MOST:g}")
         return MeasuredFigure(float(value), how, date)
     if not isinstance(value, list) or not value or not all(_is_pair(one) for one in value):
         raise ConfigError(f"{has} {_shown(value)}, expected pairs of FLOPs and FLOP/s")

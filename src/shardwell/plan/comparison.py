@@ -1,13 +1,11 @@
 """`engine.plan()`: what a simulation of this job predicts, beside what its statistics and the allocator counted.
 
-The running engine's model is copied to the meta device without its bytes and without the engine's hooks, and simulated
-on a machine with the figures of this one. Nothing of the running job changes.
+The running engine's model is copied to the meta device, whole and without the engine's hooks (`whole_model.py`), and
+simulated on a machine with the figures of this one. Nothing of the running job changes.
 """
 
 from __future__ import annotations
 
-import copy
-from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -23,17 +21,20 @@ from shardwell.errors import ShardwellError
 from shardwell.memory import Tier
 from shardwell.memory.machine import SimulatedMachine, SimulatedRanks, simulated
 from shardwell.memory.statistics import human, render
+<<<<<<< HEAD
+=======
+from shardwell.offload.kept_states import RATIO
+from shardwell.parallel.grid import Grid
+>>>>>>> plans
 from shardwell.plan.estimate import Inputs, loss_of
 from shardwell.plan.fused_kernels import FusedKernels
-from shardwell.plan.simulation import MOMENTS, fuse_updates, naming_lines, simulate
+from shardwell.plan.simulation import MOMENTS, close, fuse_updates, naming_lines, simulate
+from shardwell.plan.whole_model import check_copyable, whole_model
+from shardwell.sequence_parallel.binding import without
 
 _STEPS = 3  # the first allocates state; of the last the peak is read
 _STAGE = "zero_optimization.stage"
 _ARGUMENTS = ("lr", "betas", "eps", "weight_decay", "momentum", "nesterov", "amsgrad")
-_HOOKS = (
-    *("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"),
-    *("_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks_with_kwargs"),
-)
 
 
 @dataclass(frozen=True)
@@ -92,12 +93,7 @@ def compare(engine: Engine, inputs: Inputs, loss: Callable[[Any], Tensor] | None
         inputs: The arguments of one micro-step, as a tuple or a dictionary of tensors; only their sizes are used.
         loss: A function from the model's output to its loss; by default the output, its `loss`, or its first entry.
     """
-    grid = engine._context.roles.grid
-    if grid.has_model_axes:
-        raise ShardwellError(
-            "engine.plan() compares jobs whose ranks hold whole tensors and all modules: this one has tensor, "
-            "pipeline, sequence or expert parallelism. Plan it with `shardwell plan`."
-        )
+    check_copyable(engine)
     machine, settings = machine_of(engine), _settings(engine)
     given = tree_map(lambda one: one.to("meta") if isinstance(one, Tensor) else one, inputs)
 
@@ -105,8 +101,10 @@ def compare(engine: Engine, inputs: Inputs, loss: Callable[[Any], Tensor] | None
         output = planned(**given) if isinstance(given, Mapping) else planned(*given)
         return loss_of(output if loss is None else loss(output))
 
-    costs = simulate(_bare(engine.module), settings, machine, forward)
-    rest, peaks = _counted(_bare(engine.module), settings, machine, forward)
+    grid = engine._context.roles.grid
+    with without(engine._teardown.sequences):
+        costs = simulate(whole_model(engine), settings, machine, forward, grid=grid)
+        rest, peaks = _counted(whole_model(engine), settings, machine, forward, grid)
     report, traffic = engine.memory(), engine.traffic()
     has_memory = engine._context.device.has_device_memory
     tiers = []
@@ -166,35 +164,12 @@ def _settings(engine: Engine) -> Config:
     return settings
 
 
-def _bare(model: nn.Module) -> nn.Module:
-    """Return a copy of a sharded model on the meta device, without the engine's hooks; other hooks stay."""
-    memo: dict[int, Any] = {}
-    for parameter in model.parameters():
-        empty = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
-        memo[id(parameter)] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
-    for buffer in model.buffers():
-        memo[id(buffer)] = buffer.detach().to("meta")
-    for module in model.modules():
-        for name in _HOOKS:
-            hooks = getattr(module, name, None)
-            if hooks:
-                memo[id(hooks)] = OrderedDict((key, hook) for key, hook in hooks.items() if not _is_ours(module, key))
-    return copy.deepcopy(model, memo)
-
-
-def _is_ours(module: nn.Module, key: int) -> bool:
-    """Return whether a hook of a module is the engine's; the tables of flags have its keys, too."""
-    tables = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-    found = next((hook for name in tables if (hook := getattr(module, name).get(key)) is not None), None)
-    return type(found).__module__.startswith("shardwell.") or getattr(found, "__module__", "").startswith("shardwell.")
-
-
 def _counted(
-    model: nn.Module, settings: Config, machine: SimulatedMachine, forward: Callable[[Engine], Tensor]
+    model: nn.Module, settings: Config, machine: SimulatedMachine, forward: Callable[[Engine], Tensor], grid: Grid
 ) -> tuple[dict[Tier, int], dict[Tier, int]]:
     """Return what the statistics of a simulated engine count between steps, and at the peak of a step."""
-    with simulated(machine):
-        engine = shardwell.initialize(model=model, config=settings).engine
+    with simulated(machine), torch.compiler.set_stance("force_eager"):
+        engine = shardwell.initialize(model=model, config=settings, mesh=grid).engine  # type: ignore[arg-type]
         stats = engine._context.memory_stats
         try:
             fuse_updates(engine)
@@ -208,7 +183,7 @@ def _counted(
                         engine.optimizer.settle()
             report = engine.memory()
         finally:
-            engine._context.close()
+            close(engine)
     return (
         {tier: report.total(tier=tier) for tier in Tier},
         {tier: report.total(tier=tier, at_peak=True) for tier in Tier},

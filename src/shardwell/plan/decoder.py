@@ -34,8 +34,11 @@ class DecoderSizes:
     gated: bool = False
     tied: bool = False  # the last layer has the weights of the embedding
     qkv_bias: bool = False  # of a gated decoder, as Qwen2 has it
+    out_bias: bool = False  # of the layer after attention, in a gated decoder
+    mlp_bias: bool = False  # of a gated decoder
     head_norm: bool = False  # queries and keys of each head are normalised, as Qwen3 does
     width_norm: bool = False  # all queries and all keys of a token are normalised together, as OLMo 2 does
+    embed_norm: bool = False  # what the embedding gives is normalised, as in BLOOM
     norms: str = "before"  # attention and MLP; "after" them, as in OLMo 2, or "around" them, as in Gemma 2
     experts: int = 0  # of each block of a gated decoder; 0: its MLP is one for all tokens
     experts_of_token: int = 0
@@ -76,6 +79,7 @@ class Decoder(nn.Module):
     def __init__(self, sizes: DecoderSizes, *, recomputes: bool = False) -> None:
         super().__init__()
         self.embed = nn.Embedding(sizes.vocabulary, sizes.hidden)
+        self.embed_norm = _norm(sizes) if sizes.embed_norm else None
         self.positions = nn.Embedding(sizes.positions, sizes.hidden) if sizes.positions else None
         self.blocks = nn.ModuleList(_Block(sizes) for _ in range(sizes.layers))
         self.norm = _norm(sizes)
@@ -88,6 +92,8 @@ class Decoder(nn.Module):
         x = self.embed(tokens)
         if self.positions is not None:
             x = x + self.positions(torch.arange(tokens.shape[1], device=tokens.device))
+        if self.embed_norm is not None:
+            x = self.embed_norm(x)
         for block in self.blocks:
             x = checkpoint(block, x, use_reentrant=False) if self._recomputes else block(x)
         logits = self.head(self.norm(x)).float()
@@ -104,14 +110,15 @@ class _Block(nn.Module):
         self.key = nn.Linear(sizes.hidden, kv * self._dim, bias=bias or sizes.qkv_bias)
         self.value = nn.Linear(sizes.hidden, kv * self._dim, bias=bias or sizes.qkv_bias)
         self.attend = sequence_parallel.DistributedAttention()  # a fused kernel, over whole sequences
-        self.out = nn.Linear(sizes.heads * self._dim, sizes.hidden, bias=bias)
+        self.out = nn.Linear(sizes.heads * self._dim, sizes.hidden, bias=bias or sizes.out_bias)
         self.head_norms = nn.ModuleList(nn.RMSNorm(self._dim) for _ in range(2)) if sizes.head_norm else None
         widths = (sizes.heads * self._dim, kv * self._dim)
         self.width_norms = nn.ModuleList(nn.RMSNorm(one) for one in widths) if sizes.width_norm else None
         self.after = nn.ModuleList(_norm(sizes) for _ in range(2)) if sizes.norms == "around" else None
         self.mixture = _Mixture(sizes) if sizes.experts else None
         if self.mixture is None:
-            self.gate = nn.Linear(sizes.hidden, inner, bias=False) if sizes.gated else None
+            bias = bias or sizes.mlp_bias
+            self.gate = nn.Linear(sizes.hidden, inner, bias=bias) if sizes.gated else None
             self.up, self.down = nn.Linear(sizes.hidden, inner, bias=bias), nn.Linear(inner, sizes.hidden, bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ import difflib
 import functools
 import json
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import resources
 from typing import Any
 
@@ -48,6 +48,7 @@ class Gpu:
     memory_gbs: Figure
     bus: str
     node_link: str
+    has_bf16: bool = True  # matrix products of bf16 in hardware
 
     @property
     def memory_bytes(self) -> float:
@@ -71,6 +72,7 @@ def gpus() -> dict[str, Gpu]:
     for key, one in _data()["gpus"].items():
         memory, matmul, link, fp32, rate = (Figure(**one[name]) for name in _FIGURES)
         found[key] = Gpu(key, one["name"], memory, matmul, link, fp32, rate, one["bus"], one["node_link"])
+        found[key] = replace(found[key], has_bf16=one.get("has_bf16", True))
     return found
 
 
@@ -98,8 +100,9 @@ def speeds_of(gpu: Gpu, node_link: str | None = None, drive: str = "nvme-gen4", 
     network = links()[_known("link", node_link or gpu.node_link, (node_link or gpu.node_link).lower(), links())]
     bus, (reads, writes) = links()[gpu.bus], drives()[_known("drive", drive, drive.lower(), drives())]
     update = Figure(**_data()["hosts"]["default"]["update_gbs"])
+    half_words = "16-bit matrix products" + ("" if gpu.has_bf16 else " (fp16: it computes none in bf16)") + ", TFLOP/s"
     figures = (
-        ("matmul bf16", "16-bit matrix products, TFLOP/s", gpu.matmul_tflops, "matrix products"),
+        ("matmul bf16", half_words, gpu.matmul_tflops, "matrix products"),
         ("matmul fp32", "fp32 matrix products, TFLOP/s", gpu.fp32_tflops, "matrix products"),
         ("device_memory", "device memory, GB/s", gpu.memory_gbs, "device memory"),
         ("inside", "link inside the node, GB/s", gpu.gpu_link_gbs, "links"),

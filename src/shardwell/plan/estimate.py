@@ -70,7 +70,7 @@ def estimate(
         loss: A function from the model's output to its loss; by default the output, its `loss`, or its first entry.
         verified: Whether a third depth of a `BlockModel` is simulated to see that the first two predict it.
     """
-    settings = dict(config) if isinstance(config, Mapping) else config
+    settings = without_nulls(config) if isinstance(config, Mapping) else config
     if isinstance(model, BlockModel):
         stages, time = num_stages(settings), None
         if stages > 1:
@@ -106,9 +106,15 @@ def estimate(
         ]
     if any(takes_experts(one) for one in (model.build(1) if isinstance(model, BlockModel) else model).modules()):
         notes = [*notes, "every expert of a layer gets as many tokens as any other"]
+    notes = [*notes, *(model.assumed if isinstance(model, BlockModel) else ())]
     share = _active_share(model, settings, costs.num_parameters) if isinstance(model, BlockModel) else 1.0
     given = settings if isinstance(settings, dict) else {}
     return PlanReport(name, given, machine, costs, tuple(notes), time, share)
+
+
+def without_nulls(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a configuration without blocks that are null, which count as absent."""
+    return {key: value for key, value in config.items() if value is not None}
 
 
 def _active_share(model: BlockModel, config: Any, num_parameters: int) -> float:

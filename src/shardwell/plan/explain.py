@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from shardwell.errors import ConfigError
 from shardwell.memory import Tier
 from shardwell.memory.statistics import human
 from shardwell.plan.changes import FittingChange, PlanChoice
@@ -19,6 +20,11 @@ from shardwell.plan.structure import ACCUMULATION, MICRO, TRAIN
 _MOST_BATCH = 4096  # sequences of a rank at a time
 _MOST_SEQUENCE = 1 << 24  # tokens
 _STEP = 128  # tokens: lengths of sequences are multiples of it
+
+
+_HPZ = "Are secondary shards in each node (hpZ) worth it?"
+_ON_HOST = "Is optimizer state on the host worth it?"
+_NODE = "What would one more node bring?"
 
 
 @dataclass(frozen=True)
@@ -54,9 +60,15 @@ class Explanation:
             yield self._longest_sequence()
         if self.model.has_choices:
             yield self._checkpointing()
-        yield self._secondary_shards()
-        yield self._offload()
-        yield self._one_more_node()
+        for question, answer in (
+            (_HPZ, self._secondary_shards),
+            (_ON_HOST, self._offload),
+            (_NODE, self._one_more_node),
+        ):
+            try:
+                yield answer()
+            except ConfigError as error:  # of a change that this configuration does not admit
+                yield Answer(question, f"No, it is refused: {error}", {"worth_it": False, "refused": str(error)})
 
     # ----------------------------------------------------------------------------------------------------- answers
 
@@ -127,7 +139,7 @@ class Explanation:
         )
 
     def _secondary_shards(self) -> Answer:
-        question, size = "Are secondary shards in each node (hpZ) worth it?", self.first.machine.ranks.size
+        question, size = _HPZ, self.first.machine.ranks.size
         per_node = self.first.machine.local_world_size(size)
         if not 1 < per_node < size:
             return Answer(question, "No: they are for several nodes of several GPUs.", {"worth_it": False})
@@ -147,7 +159,7 @@ class Explanation:
         return Answer(question, words, {"between": before, "between_with": after, "bytes": more, "fits": other.fits})
 
     def _offload(self) -> Answer:
-        question = "Is optimizer state on the host worth it?"
+        question = _ON_HOST
         zero = self.first.config.get("zero_optimization", {})
         if (zero.get("offload_optimizer") or {}).get("device", "none") != "none":
             above = self.plan(self._with_zero(offload_optimizer={}), self.sequence)
@@ -185,7 +197,7 @@ class Explanation:
         if seconds := _speeds(self.report, other, self.sequence):
             words += f"A step takes {seconds[1]} and took {seconds[0]}."
         return Answer(
-            "What would one more node bring?",
+            _NODE,
             words.rstrip(),
             {"gpus": larger.size, "peak": other.peak(Tier.DEVICE), "states": states, "fits": other.fits},
         )

@@ -2,13 +2,16 @@
 
 On meta tensors torch takes the path that makes all scores. On a GPU, `scaled_dot_product_attention` calls a fused
 kernel that saves queries, keys, values, the result and one number for each query; these have meta forms of their own.
-`rms_norm` on meta tensors makes several tensors in fp32, which a GPU's fused kernel does not.
+`rms_norm` on meta tensors makes several tensors in fp32, which a GPU's fused kernel does not. Which kernel attention
+calls, models of Transformers ask the values of their masks.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from types import FrameType
 from typing import Any, cast
 
 import torch
@@ -16,6 +19,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.graph import _engine_run_backward
 from torch.overrides import TorchFunctionMode
+
+_MASKS = "transformers.masking_utils"
 
 
 class FusedKernels(TorchFunctionMode):
@@ -29,6 +34,10 @@ class FusedKernels(TorchFunctionMode):
         self._autocast, self._has_gpus = autocast, has_gpus
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func not in _REPLACED:
+            return func(*args, **kwargs) if kwargs else func(*args)
+        if func is Tensor.__bool__:
+            return _answer(sys._getframe(1)) if args[0].is_meta else func(*args)
         if func is F.scaled_dot_product_attention and args and args[0].is_meta:
             return _attention(*args, **(kwargs or {}))
         if func in (F.rms_norm, torch.rms_norm) and self._has_gpus and args[0].is_meta:
@@ -50,6 +59,28 @@ class FusedKernels(TorchFunctionMode):
         keeps, creates = bool(options.get("retain_graph") or options.get("create_graph")), options.get("create_graph")
         with self, self._autocast():
             _engine_run_backward(roots, begin, keeps, bool(creates), (), allow_unreachable=True, accumulate_grad=True)
+
+
+_REPLACED = frozenset(
+    {
+        *(F.scaled_dot_product_attention, F.rms_norm, torch.rms_norm),
+        *(Tensor.backward, torch.autograd.backward, Tensor.__bool__),
+    }
+)
+
+
+def _answer(asks: FrameType | None) -> bool:
+    """Answer the code of Transformers that makes masks: rows are whole sequences without padding.
+
+    All that it asks of values is whether this is so. Nothing else has an answer. Other modes for functions may be
+    between it and this one.
+    """
+    name = ""
+    while asks is not None and (name := asks.f_globals.get("__name__", "")).partition(".")[0] in ("torch", "shardwell"):
+        asks = asks.f_back
+    if name == _MASKS:
+        return True
+    raise NotImplementedError("Tensor.__bool__() cannot be called on meta tensors")
 
 
 def _attention(

@@ -34,6 +34,11 @@ class TimedKernels(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self._clock, self._device = clock, device
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Return false: nothing is compiled in a simulation, and to leave Dynamo for each operation takes long."""
+        return False
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         with torch._C.DisableTorchFunction():  # a mode for functions would see every size that is asked for
             result = run(func, args, kwargs or {})

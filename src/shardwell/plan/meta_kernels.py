@@ -15,8 +15,10 @@ import torch
 from torch import Tensor, nn
 
 _MOST = 1 << 16  # results that are remembered
-_PLAIN = (Tensor, nn.Parameter)
-_VALUES = (bool, int, float, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
+_TENSORS = frozenset({Tensor, nn.Parameter})
+_VALUES = frozenset(
+    {bool, int, float, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format}
+)  # fmt: skip
 _results: dict[Any, Any] = {}
 _UNKNOWN, _OTHER = object(), object()  # not seen yet; runs as it is
 
@@ -63,7 +65,7 @@ def _makes_new(func: Any) -> bool:
 def _described(value: Any) -> Any:
     """Return what decides about a result: of tensors sizes, strides and dtype."""
     kind = type(value)
-    if kind in _PLAIN:
+    if kind in _TENSORS:
         if not value.is_meta or value.layout is not torch.strided:
             raise _NotPlainError
         return value.shape, value.stride(), value.dtype
@@ -99,13 +101,27 @@ def _made(form: Any) -> Any:
 
 def tensors_in(value: Any) -> list[Tensor]:
     """Return the tensors in the arguments or the result of an operation."""
-    if isinstance(value, Tensor):
-        return [value]
     found: list[Tensor] = []
-    if isinstance(value, list | tuple | dict):
-        for one in value.values() if isinstance(value, dict) else value:
-            if isinstance(one, Tensor):
-                found.append(one)
-            elif isinstance(one, list | tuple | dict):
-                found += tensors_in(one)
+    _collect(value, found)
     return found
+
+
+def _collect(value: Any, found: list[Tensor]) -> None:
+    kind = type(value)
+    if kind in _TENSORS:
+        found.append(value)
+    elif kind is tuple or kind is list:
+        for one in value:
+            kind = type(one)
+            if kind in _TENSORS:
+                found.append(one)
+            elif kind not in _VALUES:
+                _collect(one, found)
+    elif kind is dict:
+        for one in value.values():
+            _collect(one, found)
+    elif kind not in _VALUES:
+        if isinstance(value, Tensor):
+            found.append(value)
+        elif isinstance(value, list | tuple | dict):  # their subclasses
+            _collect(dict(value) if isinstance(value, dict) else list(value), found)

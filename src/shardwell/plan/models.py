@@ -13,12 +13,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardwell.config.source import read
 from shardwell.errors import ConfigError, ShardwellError
 from shardwell.memory.machine import SimulatedMachine
 from shardwell.plan.axes import part_of_sequence
 from shardwell.plan.decoder import Decoder, DecoderSizes
 from shardwell.plan.estimate import estimate, least, tokens
+from shardwell.plan.hugging_face import sizes_of_file
 from shardwell.plan.pipes import num_stages
 from shardwell.plan.report import PlanReport
 from shardwell.plan.simulation import BlockModel
@@ -50,34 +50,29 @@ PRESETS: dict[str, DecoderSizes] = {
     "qwen3-30b-a3b": replace(_QWEN3_MOE, layers=48, hidden=2048, heads=32, mlp=768),
     "qwen3-235b-a22b": replace(_QWEN3_MOE, layers=94, hidden=4096, heads=64, mlp=1536),
 }
-_NAMES = {  # of the fields of configurations: those that the architectures have for one size
-    "layers": ("num_hidden_layers", "n_layer", "num_layers"),
-    "hidden": ("hidden_size", "n_embd", "d_model"),
-    "heads": ("num_attention_heads", "n_head"),
-    "vocabulary": ("vocab_size",),
-}
-_OPTIONAL = {
-    "mlp": ("intermediate_size", "n_inner", "ffn_dim"),
-    "kv_heads": ("num_key_value_heads",),
-    "head_dim": ("head_dim",),
-}
-_GATED = ("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "phi3", "olmo2", "granite", "smollm3")
-_PLAIN = ("gpt2", "gpt_neox", "opt", "bloom")
-_TIED = ("gpt2", "opt", "bloom", "gemma", "gemma2", "smollm3")  # unless the configuration says otherwise
-_SHARED_MLP = "shared_expert_intermediate_size"
-_MIXTURES = ("mixtral", "qwen2_moe", "qwen3_moe")
-_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 
 
-def decoder(name: str, sizes: DecoderSizes, micro_batch: int, sequence: int, *, recomputes: bool) -> BlockModel:
-    """Return a decoder of these sizes as a model to plan."""
+def decoder(
+    name: str,
+    sizes: DecoderSizes,
+    micro_batch: int,
+    sequence: int,
+    *,
+    recomputes: bool,
+    assumed: tuple[str, ...] = (),
+) -> BlockModel:
+    """Return a decoder of these sizes as a model to plan; `assumed` is what reports say of it."""
     learned = replace(sizes, positions=max(sizes.positions, sequence)) if sizes.positions else sizes
+    if learned != sizes:
+        words = f"there is a position embedding for each of {sequence:,} tokens; the model has {sizes.positions:,}"
+        assumed = (*assumed, words)
 
     def build(layers: int) -> nn.Module:
         with torch.device("meta"):
             return Decoder(replace(learned, layers=layers), recomputes=recomputes)
 
-    return BlockModel(name, sizes.layers, build, (tokens(micro_batch, sequence),), sizes.hidden, sizes.expert_numels)
+    inputs = (tokens(micro_batch, sequence),)
+    return BlockModel(name, sizes.layers, build, inputs, sizes.hidden, sizes.expert_numels, assumed)
 
 
 @dataclass(frozen=True)
@@ -128,85 +123,34 @@ def model_named(model: str) -> PlanModel:
             return module, (tokens(micro_batch, sequence),) if inputs is None else inputs
 
         return PlanModel(model, made, has_choices=False, has_batches=not has_inputs)
-    name, sizes = sizes_of(model)
+    name, sizes, assumed = sizes_of(model)
     return PlanModel(
         name,
-        lambda micro_batch, sequence, recomputes: decoder(name, sizes, micro_batch, sequence, recomputes=recomputes),
+        lambda micro_batch, sequence, recomputes: decoder(
+            name, sizes, micro_batch, sequence, recomputes=recomputes, assumed=assumed
+        ),
     )
 
 
-def sizes_of(model: str) -> tuple[str, DecoderSizes]:
-    """Return the name and the sizes of a preset, or of a configuration of Hugging Face: a file or its directory."""
+def sizes_of(model: str) -> tuple[str, DecoderSizes, tuple[str, ...]]:
+    """Return the name and the sizes of a preset, or of a configuration of Hugging Face: a file or its directory.
+
+    Last come the things that a plan of the configuration assumes.
+    """
     key = model.lower()
     if key in PRESETS:
-        return key, PRESETS[key]
+        return key, PRESETS[key], ()
     path = Path(model)
     if model and path.is_dir():
         path = path / "config.json"
     if path.suffix == ".json" or (model and path.exists()):
-        return Path(model).name.removesuffix(".json"), _from_file(path)
+        return Path(model).name.removesuffix(".json"), *sizes_of_file(path)
     near = difflib.get_close_matches(key, PRESETS, 1, 0.5)
     meant = f"Did you mean {near[0]}? " if near else ""
     raise ConfigError(
         f"no model is known as {model!r}. {meant}Name a preset ({', '.join(PRESETS)}), a config.json of Hugging Face "
         "or its directory, or MODULE:FUNCTION."
     )
-
-
-def _from_file(path: Path) -> DecoderSizes:
-    found = dict(read(path)[2])
-    kind = found.get("model_type")
-    known = (*_MIXTURES, *(() if any(found.get(name) for name in _EXPERTS) else (*_GATED, *_PLAIN)))
-    if kind not in known:
-        what = "a model of experts of which " if len(known) == len(_MIXTURES) else ""
-        raise ConfigError(
-            f"{path}: {what}model_type is {kind!r}, and plans know {', '.join(known)}. Plan another one with "
-            "MODULE:FUNCTION."
-        )
-    sizes = {size: _number(found, path, names, needed=True) for size, names in _NAMES.items()}
-    sizes |= {size: _number(found, path, names, needed=False) for size, names in _OPTIONAL.items()}
-    positions = _number(found, path, ("max_position_embeddings", "n_positions"), needed=False)
-    is_gated = kind in (*_GATED, *_MIXTURES)
-    sizes |= _mixture(found, path) if kind in _MIXTURES else {}
-    return DecoderSizes(
-        **sizes,
-        positions=positions if kind in ("gpt2", "opt") else 0,
-        gated=is_gated,
-        tied=bool(found.get("tie_word_embeddings", kind in _TIED)),
-        qkv_bias=bool(found.get("qkv_bias", kind in ("qwen2", "qwen2_moe")) or found.get("attention_bias")),
-        head_norm=kind in ("qwen3", "qwen3_moe"),
-        width_norm=kind == "olmo2",
-        norms={"gemma2": "around", "olmo2": "after"}.get(str(kind), "before"),
-    )
-
-
-def _mixture(found: dict[str, Any], path: Path) -> dict[str, int]:
-    """Return the sizes of experts; all blocks must have them, since a plan has blocks of one kind."""
-    if found.get("mlp_only_layers") or found.get("decoder_sparse_step", 1) != 1:
-        raise ConfigError(
-            f"{path}: mlp_only_layers or decoder_sparse_step let some blocks have no experts, and a plan has blocks of "
-            "one kind. Plan it with MODULE:FUNCTION."
-        )
-    is_mixtral = found["model_type"] == "mixtral"
-    shared = 0 if found["model_type"] != "qwen2_moe" else _number(found, path, (_SHARED_MLP,), needed=True)
-    return {
-        "mlp": _number(found, path, ("intermediate_size" if is_mixtral else "moe_intermediate_size",), needed=True),
-        "experts": _number(found, path, ("num_local_experts" if is_mixtral else "num_experts",), needed=True),
-        "experts_of_token": _number(found, path, ("num_experts_per_tok",), needed=True),
-        "shared_mlp": shared,
-    }
-
-
-def _number(found: dict[str, Any], path: Path, names: tuple[str, ...], *, needed: bool) -> int:
-    for name in names:
-        value = found.get(name)
-        if value is not None:
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ConfigError(f"{path}: {name} is {value!r}, expected a whole number of 1 or more")
-            return value
-    if needed:
-        raise ConfigError(f"{path}: has no {' or '.join(names)}")
-    return 0
 
 
 def from_function(place: str) -> tuple[nn.Module, Any]:
@@ -229,10 +173,18 @@ def from_function(place: str) -> tuple[nn.Module, Any]:
     except ShardwellError:
         raise
     except Exception as error:
-        raise ConfigError(f"{place}: raised {type(error).__name__}: {' '.join(str(error).split())}") from error
+        words = " ".join(str(error).split()).rstrip("!")
+        meta = " (functions are called on the meta device, where tensors have no values)" if "meta" in words else ""
+        raise ConfigError(f"{place}: raised {type(error).__name__}: {words}{meta}") from error
     model, inputs = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
     if not isinstance(model, nn.Module):
         raise ConfigError(f"{place}: returned a {type(model).__name__}, expected a module, or a module and its inputs")
+    inputs = (inputs,) if isinstance(inputs, torch.Tensor) else inputs
+    if not isinstance(inputs, tuple | list | dict | None):
+        raise ConfigError(
+            f"{place}: returned a {type(inputs).__name__} as the inputs of its module, expected a tuple or a "
+            "dictionary of tensors"
+        )
     if next(model.parameters(), None) is None:
         raise ConfigError(f"{place}: returned a {type(model).__name__} without parameters, of which there is no plan")
     return model, inputs

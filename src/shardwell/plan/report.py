@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 RESERVE = 0.06  # share of a device for the runtime, its libraries and fragmentation, which are not simulated
 ASSUMPTIONS = (
-    "nothing is clipped, no step is skipped, and all ranks have the same shapes",
+    "nothing is clipped, no step is skipped, all ranks have the same shapes, and rows are whole sequences, not padded",
     "staging buffers whose number depends on time are counted as the most that there can be",
     f"{RESERVE:.0%} of a device are left to the runtime, its libraries and fragmentation; they are not simulated",
     "attention is a fused kernel, and updates on the device are fused kernels, as on a GPU",

@@ -21,6 +21,7 @@ from shardwell.errors import ShardwellError
 from shardwell.memory import StateKind, Tier
 from shardwell.memory.device import MemoryStats, observed_statistics
 from shardwell.memory.machine import SimulatedMachine, simulated
+from shardwell.parallel.grid import Grid
 from shardwell.pipeline.operations import Operation, Pass
 from shardwell.plan.fused_kernels import FusedKernels
 from shardwell.plan.live_tensors import LiveTensors
@@ -63,6 +64,7 @@ class BlockModel:
     inputs: tuple[Any, ...]
     hidden: int = 0  # the numbers that a block gives on for each token, of a model that a pipeline divides
     experts: tuple[int, int] = (0, 0)  # parameters of all experts, and of those that a token meets
+    assumed: tuple[str, ...] = ()  # what reports say that a plan of it does not count
 
 
 def along(one: StepCosts, other: StepCosts, number: Callable[[int, int], int]) -> StepCosts:
@@ -116,20 +118,33 @@ def simulate(
     trains: Callable[[Engine], object] | None = None,
     *,
     steps: int = STEPS,
+    grid: Grid | None = None,
 ) -> StepCosts:
     """Run steps of a model on the meta device as one rank of a machine; `forward` returns the loss of a micro-step.
 
-    The stages of a pipeline have forwards of several micro-steps in flight: `trains` runs a whole step of theirs. The
-    model is of no use afterwards: to unshard it would take a collective for each rank.
+    The stages of a pipeline have forwards of several micro-steps in flight: `trains` runs a whole step of theirs.
+    `grid` are the axes of a job that has them of a mesh, and not of its configuration. The model is of no use
+    afterwards: to unshard it would take a collective for each rank.
     """
-    with simulated(machine), observed_statistics(None if recording is None else recording.changed):
+    observed = observed_statistics(None if recording is None else recording.changed)
+    with simulated(machine), observed, torch.compiler.set_stance("force_eager"):  # compiled parts run as they are
         checkpointing.reset()  # what it knows of another machine
-        engine = shardwell.initialize(model=model, config=config).engine
+        engine = shardwell.initialize(model=model, config=config, mesh=grid).engine  # type: ignore[arg-type]
         try:
             return _measured(engine, forward, recording, trains, steps)
         finally:
-            engine._context.close()
+            close(engine)
             checkpointing.reset()
+
+
+def close(engine: Engine) -> None:
+    """End a simulated engine, whose model is of no use afterwards."""
+    for unit in engine._scheduler.units:
+        if unit.updates.published is not None:
+            unit.updates.published.finish()
+    if engine._teardown.sequences is not None:  # attention outside of a forward asks for the only one that there is
+        engine._teardown.sequences.close()
+    engine._context.close()
 
 
 def _measured(
@@ -311,6 +326,7 @@ def _costs(engine: Engine, peaks: _Peaks, copies: Numbers) -> StepCosts:
     )
 
 
+_NONZERO = "how many elements are chosen by a mask, or are not zero, depends on values"
 _KERNELS = ("fused_kernels.py", "meta_kernels.py", "live_tensors.py", "kernel_times.py")  # between a model and torch
 
 
@@ -355,7 +371,14 @@ def naming_lines() -> Iterator[None]:
         own = torch.__file__.rsplit("/", 1)[0], shardwell.__file__.rsplit("/", 1)[0]
         frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(own)]
         where = f"{frames[-1].filename}:{frames[-1].lineno} ({frames[-1].line})" if frames else "the model"
+        if "expected device meta" in str(error):
+            raise ShardwellError(
+                f"{where} uses a tensor that is on another device than the model: register it as a buffer, or make it "
+                "on the device of an input."
+            ) from error
+        words = " ".join(str(error).split()).rstrip(".!")
+        words = _NONZERO if "register_meta function" in words else words
         raise ShardwellError(
-            f"{where} asks for the value of a tensor, and a plan has sizes only: {error}. Let the forward not depend "
+            f"{where} asks for the value of a tensor, and a plan has sizes only: {words}. Let the forward not depend "
             "on values, or plan with a function that leaves that part out."
         ) from error

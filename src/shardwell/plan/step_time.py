@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 import shardwell
@@ -192,14 +193,15 @@ def timed_engine(model: nn.Module, config: Any, machine: SimulatedMachine) -> It
     assert machine.speeds is not None
     here = machine.local_world_size(machine.ranks.size)
     clock = VirtualClock(machine.speeds, has_gpus=machine.has_gpus, local_ranks=here)
-    with simulated(machine), timed(clock):
+    with simulated(machine), timed(clock), torch.compiler.set_stance("force_eager"):
         checkpointing.reset()  # what it knows of another machine
         engine = shardwell.initialize(model=model, config=config).engine
         device, trace = engine._context.device, Labels(clock, [unit.name for unit in engine._scheduler.units])
         clock.is_on_device = device.is_on_device if device.has_device_memory else lambda _: True
         engine._context.roles.shard.traffic.observer = _Names(clock)
         fuse_updates(engine)
-        modes = FusedKernels(has_gpus=device.has_device_memory), naming_lines(), engine._scheduler.recording(trace)
+        kernels = FusedKernels(engine._precision.autocast, has_gpus=device.has_device_memory)
+        modes = kernels, naming_lines(), engine._scheduler.recording(trace)
         try:
             with modes[0], modes[1], modes[2]:
                 yield TimedEngine(engine, clock, TimedKernels(clock, device), trace)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -50,6 +51,19 @@ def bind(binding: SequenceBinding) -> None:
 
     hooks = begin, binding.model.register_forward_hook(end, always_call=True)
     binding.undo += [hook.remove for hook in (*hooks, AbortHook(binding.model, end))]
+
+
+@contextlib.contextmanager
+def without(binding: SequenceBinding | None) -> Iterator[None]:
+    """Let attention not know of a living engine's sequence axis, while another engine runs that stands for it."""
+    if binding is None:
+        yield
+        return
+    _bound.discard(binding)
+    try:
+        yield
+    finally:
+        _bound.add(binding)
 
 
 def current() -> SequenceBinding | None:

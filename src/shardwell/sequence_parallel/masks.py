@@ -48,6 +48,8 @@ def gather_tokens(axis: ModelAxis, positions: Tensor | None, padding: Tensor | N
     rows = max(one.shape[0] for one in given)
     parts = torch.stack([one.expand(rows, -1) for one in given]).to(axis.comm.device.torch_device)
     whole = list(axis.all_gather(parts, 2, "SEQUENCE positions", TrafficKind.CONTROL).unbind())
+    if parts.is_meta:  # a simulation has no values: rows are whole documents without padding
+        return WholeTokens(num_tokens * axis.size, None, None)
     documents = None
     if positions is not None:
         at = whole.pop(0)

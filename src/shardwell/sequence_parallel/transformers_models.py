@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 import sys
 import weakref
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -32,6 +32,7 @@ class _Bound:
 
     binding: SequenceBinding
     tokens: WholeTokens | None = None  # None: each rank has whole sequences, as in generation
+    before: dict[int, str | None] = field(default_factory=dict)  # by the id of a configuration: its own attention
 
 
 # by the id of a configuration object of Transformers; the hook of the model holds them
@@ -96,13 +97,19 @@ def _check_model(model: Any) -> None:
 def _use_attention(config: Any, bound: _Bound) -> None:
     before = config._attn_implementation
     config._attn_implementation_internal = NAME
-    _bound[id(config)] = bound
+    _bound[id(config)], bound.before[id(config)] = bound, before
 
     def undo() -> None:
         config._attn_implementation_internal = before
         _bound.pop(id(config), None)
 
     bound.binding.undo.append(undo)
+
+
+def attention_before(config: Any) -> str | None:
+    """Return the attention that a configuration named before its model got a sequence axis; None if it has none."""
+    bound = _bound.get(id(config))
+    return None if bound is None else bound.before[id(config)]
 
 
 def _takes_positions(module: nn.Module) -> bool:

@@ -1,0 +1,139 @@
+"""Configurations of Hugging Face as sizes of a decoder: what a `config.json` says, and what its class has by default.
+
+A field whose default in its class is a number of one model (32 layers, 8 heads of keys) is asked for: a plan of another
+model than the one that was meant would not be noticed.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from shardwell.config.source import read
+from shardwell.errors import ConfigError
+from shardwell.plan.decoder import DecoderSizes
+
+_NAMES = {  # of the fields of configurations: those that the architectures have for one size
+    "layers": ("num_hidden_layers", "n_layer", "num_layers"),
+    "hidden": ("hidden_size", "n_embd", "d_model"),
+    "heads": ("num_attention_heads", "n_head"),
+    "vocabulary": ("vocab_size",),
+}
+_MLP = ("intermediate_size", "n_inner", "ffn_dim")
+_KV_HEADS = ("num_key_value_heads",)
+_GATED = ("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "phi3", "olmo2", "granite", "smollm3")
+_PLAIN = ("gpt2", "gpt_neox", "opt", "bloom")
+_MIXTURES = ("mixtral", "qwen2_moe", "qwen3_moe")
+_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
+_GEMMAS = ("gemma", "gemma2", "gemma3_text")
+_TIED = ("gpt2", "opt", "bloom", *_GEMMAS, "smollm3")  # unless the configuration says otherwise
+_FOUR_TIMES = ("gpt2", "bloom")  # the MLP's inner size over the hidden one, where it is not said
+_AS_HEADS = ("llama", "phi3", "olmo2", "granite", *_PLAIN)  # heads of keys and values, where they are not said
+_HEAD_DIMS = {**dict.fromkeys(_GEMMAS, 256), "qwen3": 128}  # where it is not said, and not the hidden size over heads
+_SHARED_MLP = "shared_expert_intermediate_size"
+
+
+def sizes_of_file(path: Path) -> tuple[DecoderSizes, tuple[str, ...]]:
+    """Return the sizes of a configuration, and what a plan of them assumes."""
+    found = dict(read(path)[2])
+    kind = str(found.get("model_type"))
+    known = (*_MIXTURES, *(() if any(found.get(name) for name in _EXPERTS) else (*_GATED, *_PLAIN)))
+    if kind not in known:
+        raise ConfigError(_unknown(path, found, known))
+    sizes = {size: _number(found, path, names, needed=True) for size, names in _NAMES.items()}
+    sizes["mlp"] = 0 if kind in _MIXTURES else _number(found, path, _MLP, needed=kind not in _FOUR_TIMES)
+    is_said = kind in _AS_HEADS or any(name in found for name in _KV_HEADS)  # null: as many as heads
+    sizes["kv_heads"] = _number(found, path, _KV_HEADS, needed=not is_said)
+    sizes["head_dim"] = _number(found, path, ("head_dim",), needed=False) or _HEAD_DIMS.get(kind, 0)
+    sizes |= _mixture(found, path) if kind in _MIXTURES else {}
+    _check_form(found, path)
+    has_bias, is_gated = bool(found.get("attention_bias")), kind in (*_GATED, *_MIXTURES)
+    return DecoderSizes(
+        **sizes,
+        positions=_positions(found, path),
+        gated=is_gated,
+        tied=bool(found.get("tie_word_embeddings", kind in _TIED)),
+        qkv_bias=bool(found.get("qkv_bias", kind in ("qwen2", "qwen2_moe")) or (is_gated and has_bias)),
+        out_bias=is_gated and has_bias,
+        mlp_bias=is_gated and bool(found.get("mlp_bias")),
+        head_norm=kind in ("qwen3", "qwen3_moe", "gemma3_text"),
+        width_norm=kind == "olmo2",
+        embed_norm=kind == "bloom",
+        norms={"gemma2": "around", "gemma3_text": "around", "olmo2": "after"}.get(kind, "before"),
+    ), tuple(_assumed(found))
+
+
+def _unknown(path: Path, found: dict[str, Any], known: tuple[str, ...]) -> str:
+    kind, inner = found.get("model_type"), found.get("text_config")
+    what = "a model of experts of which " if len(known) == len(_MIXTURES) else ""
+    way = "Plan another one with MODULE:FUNCTION."
+    if isinstance(inner, dict) and inner.get("model_type") in known:
+        way = f"Its text_config alone, written to a file, is a {inner['model_type']}; all of it needs MODULE:FUNCTION."
+    return f"{path}: {what}model_type is {kind!r}, and plans know {', '.join(known)}. {way}"
+
+
+def _positions(found: dict[str, Any], path: Path) -> int:
+    """Return the rows of learned position embeddings; 0 if positions are no parameters."""
+    if found["model_type"] not in ("gpt2", "opt"):
+        return 0
+    rows = _number(found, path, ("max_position_embeddings", "n_positions"), needed=True)
+    return rows + 2 if found["model_type"] == "opt" else rows
+
+
+def _check_form(found: dict[str, Any], path: Path) -> None:
+    """Refuse variants of a class that have other parameters than its usual form."""
+    width, hidden = found.get("word_embed_proj_dim"), found.get("hidden_size")
+    strange = {
+        "word_embed_proj_dim": width not in (None, hidden),
+        "do_layer_norm_before": found.get("do_layer_norm_before") is False,
+        "enable_bias": found.get("enable_bias") is False,
+        "attention_bias": found["model_type"] == "gpt_neox" and found.get("attention_bias") is False,
+        "add_cross_attention": bool(found.get("add_cross_attention")),
+    }
+    for name in (name for name, is_on in strange.items() if is_on):
+        raise ConfigError(
+            f"{path}: {name} is {found[name]!r}, and plans know the usual form of {found['model_type']} only. Plan it "
+            "with MODULE:FUNCTION."
+        )
+
+
+def _assumed(found: dict[str, Any]) -> list[str]:
+    """Return what a configuration says that a plan does not count."""
+    words, window = [], found.get("sliding_window")
+    uses_window = found.get("use_sliding_window", not str(found["model_type"]).startswith("qwen"))
+    if isinstance(window, int) and uses_window:
+        words.append(f"attention looks at all tokens before one, and not at {window:,} of them (sliding_window)")
+    if found.get("attn_logit_softcapping"):
+        words.append("attn_logit_softcapping takes no memory, as in kernels that know it")
+    if found.get("quantization_config"):
+        words.append("weights are trained in the precision of the configuration: quantization_config is not counted")
+    return words
+
+
+def _mixture(found: dict[str, Any], path: Path) -> dict[str, int]:
+    """Return the sizes of experts; all blocks must have them, since a plan has blocks of one kind."""
+    if found.get("mlp_only_layers") or found.get("decoder_sparse_step", 1) != 1:
+        raise ConfigError(
+            f"{path}: mlp_only_layers or decoder_sparse_step let some blocks have no experts, and a plan has blocks of "
+            "one kind. Plan it with MODULE:FUNCTION."
+        )
+    is_mixtral = found["model_type"] == "mixtral"
+    shared = 0 if found["model_type"] != "qwen2_moe" else _number(found, path, (_SHARED_MLP,), needed=True)
+    return {
+        "mlp": _number(found, path, ("intermediate_size" if is_mixtral else "moe_intermediate_size",), needed=True),
+        "experts": _number(found, path, ("num_local_experts" if is_mixtral else "num_experts",), needed=True),
+        "experts_of_token": _number(found, path, ("num_experts_per_tok",), needed=True),
+        "shared_mlp": shared,
+    }
+
+
+def _number(found: dict[str, Any], path: Path, names: tuple[str, ...], *, needed: bool) -> int:
+    for name in names:
+        value = found.get(name)
+        if value is not None:
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ConfigError(f"{path}: {name} is {value!r}, expected a whole number of 1 or more")
+            return value
+    if needed:
+        raise ConfigError(f"{path}: has no {' or '.join(names)}")
+    return 0
