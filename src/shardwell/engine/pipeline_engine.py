@@ -213,6 +213,12 @@ class PipelinedEngine(Engine):
         if not self._in_batch:
             super().fit_to_model()
 
+    def refit(self) -> None:
+        """Rebuild the shards, see `Engine.refit`, and let stages describe again what they send."""
+        super().refit()
+        if self._plan.messages is not None:
+            self._plan.messages.forget_forms()
+
     def stage_forward(self, stage: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the model, which is this stage now."""
         self._use_order(stage)

@@ -25,8 +25,9 @@ from shardwell.memory.timing import Stopwatch
 from shardwell.pipeline.batches import BatchReader, signature_of
 from shardwell.pipeline.messages import Arrival, HiddenForm, Signature, StageMessages
 from shardwell.pipeline.operations import Operation, Pass
+from shardwell.pipeline.passage import Hidden
 from shardwell.pipeline.schedules import Schedule
-from shardwell.pipeline.stage_modules import Hidden, StageModules
+from shardwell.pipeline.stage_modules import StageModules
 
 
 class StageWorker(Protocol):
