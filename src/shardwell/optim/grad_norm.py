@@ -85,6 +85,7 @@ class GradNorm:
         self, context: EngineContext, slices: ParamSlices, summed: Sequence[SummedNumber], clip: float
     ) -> None:
         self._context, self._slices, self.summed = context, slices, summed
+        self.over_all: Sequence[SummedNumber] = ()  # summed over all stages of a pipeline, as the norm is
         self.clip = clip  # the largest norm of the gradients; 0: no clipping
         self._counts = context.roles.is_first_replica  # this rank's shards count: replicas have the same
         self.unseen: set[str] = set()  # names of parameters without a gradient on any rank, at the last call
@@ -109,18 +110,24 @@ class GradNorm:
             flags = self._all_seen
         else:
             flags = self._all_seen = torch.ones(len(seen), dtype=torch.float64, device=device.torch_device)
-        parts = [sum_of_squares(sharded if self._counts else [], device).view(1), flags]
+        parts = [sum_of_squares(sharded if self._counts else [], device).view(1)]
+        for one in self.over_all:
+            one.append_to(parts)
+        first = len(parts)
+        parts.append(flags)
         for one in self.summed:
             one.append_to(parts)
         total = torch.cat(parts)
         self._context.roles.stage.all_reduce_sum(total, "NORM")
         if (pipe := self._context.roles.pipe) is not None:
-            pipe.all_reduce_sum(total[:1], "NORM")
-        for place, one in enumerate(self.summed, start=1 + len(seen)):
+            pipe.all_reduce_sum(total[:first], "NORM")
+        for place, one in enumerate(self.over_all, start=1):
+            one.take_sum(total[place])
+        for place, one in enumerate(self.summed, start=first + len(seen)):
             one.take_sum(total[place])
         self.unseen = set()
         if not all(seen) and not device.is_meta:
-            anywhere = total[1:].tolist()
+            anywhere = total[first:].tolist()
             self.unseen = {name for name, number in self._slices.numbers.items() if not anywhere[number]}
         return (total[0] + sum_of_squares(replicated, device) if replicated else total[0]).sqrt()
 
