@@ -66,6 +66,7 @@ LAUNCHES = (
     Launch("tp2-dp2-torch", 4, (case("torch", tp=2, stage=3),), common=TIMED),
     Launch("pp2-dp2-shardwell", 4, (case(pp=2, stage=1),), common=TIMED),
     Launch("pp2-dp2-shardwell-blocks", 4, (case(pp=2, stage=1, own={"bundle_size": 0}),), common=TIMED),  # many units
+    Launch("pp2-dp2-shardwell-bf16", 4, (case(pp=2, stage=1, wire="bf16"),), common=TIMED),  # gradients travel in it
     Launch("pp2-dp2-torch", 4, (case("torch", pp=2, stage=1),), common=TIMED),
     Launch("pp2-dp2-deepspeed", 4, (case("deepspeed", pp=2, stage=1),), common=TIMED),
     Launch("tp2-shardwell", 2, (case(tp=2, stage=1),), common=TIMED),

@@ -109,6 +109,8 @@ def by_shardwell(spec: dict[str, Any]) -> Run:
     }
     if spec["precision"] == "fp64":  # tiny parameters travel, too; timed cases have what is the default
         config["zero_optimization"]["stage3_param_persistence_threshold"] = 0
+    if "wire" in spec:
+        config["communication_data_type"] = spec["wire"]
     if "own" in spec:
         config["shardwell"] = spec["own"]
     if spec.get("cut") == "torch":  # the engine finds the tensor axis by the parameters

@@ -6,11 +6,13 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import shardwell
 from shardwell.parallel import TrafficKind
 from tests.support.pipelines import chain, next_token_loss, pipeline_config, plain, stream
 from tests.support.ranks import Ranks
+from tests.support.wire_counter import WireCounter
 
 STEPS = 3
 
@@ -24,9 +26,12 @@ def trained(config: dict[str, Any]) -> dict[str, Any]:
     model = shardwell.pipeline.split(made(), loss_fn=next_token_loss)
     engine: Any = shardwell.initialize(model=model, config=config).engine
     batches = stream(STEPS, engine.data_rank)
-    losses = [float(engine.train_batch(batches)) for _ in range(STEPS)]
+    losses = [float(engine.train_batch(batches)) for _ in range(STEPS - 1)]
     calls = engine.traffic().calls
+    with WireCounter(dist.get_rank(), dist.get_world_size()) as wire:
+        losses.append(float(engine.train_batch(batches)))
     found = {
+        "sums": wire.calls["allreduce_"],
         "losses": losses,
         "parameters": engine.state_dict(),
         "units": [unit.name for unit in engine.units],
@@ -59,5 +64,6 @@ def test_a_stage_is_reduced_and_published_at_once(ranks: Ranks) -> None:
     for few, many in ranks.run(4, several, configs):
         assert few["calls"] == [1, 1]
         assert few["units"] == [""]
+        assert few["sums"] == 2  # norm, loss and what ranks compare: over the replicas of a stage, and over the stages
         assert min(many["calls"]) >= 4
         assert few["losses"] == pytest.approx(many["losses"], abs=1e-12)

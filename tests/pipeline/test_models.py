@@ -10,9 +10,12 @@ import torch
 import torch.distributed as dist
 import transformers
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional as F
 
 import shardwell
+from shardwell.compat.deepspeed_api.topology import ProcessTopology
+from shardwell.errors import ConfigError
 from shardwell.pipeline import LayerSpec, PipelineModule, TiedLayerSpec
 from tests.support.pipelines import (
     NUM_MICRO_BATCHES,
@@ -155,6 +158,24 @@ def test_layer_specs_are_built_where_they_run(ranks: Ranks) -> None:
     assert found[0][1] == found[1][1] != found[2][1]
     assert set(found[0][1]) | set(found[2][1]) == set(every)
     assert set(found[0][1]) & set(found[2][1]) == {"tied_modules.embed.weight"}
+
+
+def laid_out_otherwise() -> list[str]:
+    """Let the pipeline be the inner axis: of the topology, and of the mesh."""
+    with pytest.raises(ConfigError) as topology:
+        PipelineModule(SPECS, topology=ProcessTopology(["data", "pipe"], [2, 2]), loss_fn=next_token_loss)
+    net = PipelineModule(SPECS, num_stages=2, loss_fn=next_token_loss)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))
+    with pytest.raises(ConfigError) as turned:
+        shardwell.initialize(model=net, config=pipeline_config(1, "1f1b"), mesh=mesh)
+    return [str(topology.value), str(turned.value)]
+
+
+def test_a_pipeline_module_is_refused_where_ranks_are_laid_out_otherwise(ranks: Ranks) -> None:
+    """Ranks 1 and 2 would run layers that they have not built, or read rows that are not theirs."""
+    for topology, mesh in ranks.run(4, laid_out_otherwise):
+        assert "2 (data) x 2 (pipe) is not the layout of 4 rank(s) in 2 stages" in topology
+        assert "rank 2 has stage 0 by the mesh or mpu, and its PipelineModule has built the layers of stage 1" in mesh
 
 
 class Pair(nn.Module):

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from shardwell.compat.deepspeed_api.topology import ProcessTopology
 from shardwell.errors import ConfigError, ShardwellError
 from shardwell.pipeline import LayerSpec, PipelineModule, split
 from shardwell.pipeline.partition import LayerCost, divide
@@ -139,6 +140,10 @@ class Beside(nn.Module):
         self.blocks = nn.ModuleList(Block() for _ in range(2))
 
 
+def laid_out(axes: list[str], sizes: list[int]) -> PipelineModule:
+    return PipelineModule([LayerSpec(nn.Linear, 2, 2)], topology=ProcessTopology(axes, sizes))
+
+
 @pytest.mark.parametrize(
     ("refused", "words"),
     [
@@ -151,6 +156,8 @@ class Beside(nn.Module):
         (lambda: split(chain(), at=["4", "2"]).borders(3, "best"), "is not in the order of the layers"),
         (lambda: PipelineModule([LayerSpec(nn.Linear, 2, 2)]), "needs num_stages"),
         (lambda: PipelineModule([LayerSpec(nn.Linear, 2, 2)] * 2, num_stages=2), "1 rank.* cannot be 2 stages"),
+        (lambda: laid_out(["pipe", "data", "model"], [1, 1, 2]), "the axis 'model' of 1 .pipe. x 1 .data. x 2 .model."),
+        (lambda: laid_out(["pipe", "data"], [1, 2]), "is not the layout of 1 rank.s. in 1 stages"),
     ],
 )
 def test_models_that_cannot_be_divided_are_refused(refused: Any, words: str) -> None:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 import shardwell
+from shardwell.errors import ShardwellError
 from tests.support import pipelines
 from tests.support.pipelines import Decoder, micro_batches, next_token_loss, pipeline_config, stream
 from tests.support.ranks import Ranks
@@ -92,3 +93,45 @@ def test_a_stage_may_have_one_block_with_split_sequences(ranks: Ranks) -> None:
     )
     for found in ranks.run(4, a_block_each):
         assert abs(found - expected / number) < 1e-10
+
+
+def thawed() -> tuple[str, dict[str, Tensor]]:
+    """Unfreeze the first stage after a step: without a word to the next stage, and with `refit`."""
+    found: dict[str, Tensor] = {}
+    words = ""
+    for refits in (False, True):
+        model = made("last")
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        config = {key: value for key, value in pipeline_config(2, "1f1b").items() if key != "optimizer"}
+        split = shardwell.pipeline.split(model, loss_fn=next_token_loss)
+        engine: Any = shardwell.initialize(model=split, optimizer=optimizer, config=config).engine
+        batches = stream(STEPS, engine.data_rank)
+        engine.train_batch(batches)
+        engine.module.requires_grad_(True)
+        try:
+            if refits:
+                engine.refit()
+            engine.train_batch(batches)
+            found = engine.state_dict()
+        except ShardwellError as error:
+            words = str(error)
+        engine.destroy(whole=False)
+    return words, found
+
+
+def test_a_frozen_stage_is_trained_after_a_refit(ranks: Ranks) -> None:
+    model = made("last")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for step in range(STEPS):
+        for ids, labels in micro_batches(step, 0):
+            (next_token_loss(model(ids), labels) / pipelines.NUM_MICRO_BATCHES).backward()
+        nn.utils.clip_grad_norm_([p for p in model.parameters() if p.requires_grad], 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+        model.requires_grad_(True)
+    answers = ranks.run(2, thawed)
+    held = {name: torch.as_tensor(value) for _, values in answers for name, value in values.items()}
+    assert held.keys() >= {name for name, _ in model.named_parameters()}
+    for name, value in model.named_parameters():
+        assert (held[name] - value).abs().max() < 1e-10, name
+    assert all("trains now, and the next stage does not know: call engine.refit()" in words for words, _ in answers)

@@ -75,6 +75,11 @@ def temporary_buffers_of(engine: shardwell.Engine) -> TemporaryBuffers:
     return engine._context.temporary
 
 
+def is_of_simulation(buffers: TemporaryBuffers) -> bool:
+    """Return whether an engine's ranks and device do not exist, so that nothing is in flight between them."""
+    return buffers._device.is_simulated
+
+
 def handed_out(buffers: TemporaryBuffers) -> dict[int, Any]:
     """Return what was allocated and not freed: tensor, state and unit, by the tensor's `id`."""
     return buffers._out

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any, NoReturn
 
@@ -31,6 +32,27 @@ from shardwell.runtime.pytree import map_tensors
 from shardwell.runtime.trace import TraceAction
 
 
+@dataclass
+class BatchLoss:
+    """The loss of a batch: of this rank's micro-batches, and when it is summed over the ranks, the average of all."""
+
+    value: Tensor  # 1D, fp64
+    divisor: int  # of the sum
+    whole_time: Stopwatch | None  # of a batch that is trained on, which ends when all ranks have ended theirs
+
+    spans_stages = True  # the stages that are not last add zero
+
+    def append_to(self, parts: list[Tensor]) -> None:
+        """Append this rank's loss to what is summed."""
+        parts.append(self.value)
+
+    def take_sum(self, total: Tensor) -> None:
+        """Take the sum over the ranks."""
+        self.value.copy_(total / self.divisor)
+        if self.whole_time is not None:
+            self.whole_time.stop()
+
+
 class PipelinedEngine(Engine):
     """An engine whose model is divided into pipeline stages, of which this rank has some.
 
@@ -44,7 +66,7 @@ class PipelinedEngine(Engine):
     _plan: PipelinePlan
     _runner: PipelineRunner
     _schedule: Schedule | None = None  # that the user gave
-    _whole_time: Stopwatch  # of the last batch, up to where all ranks know its loss
+    _whole_time: Stopwatch  # of the last batch, up to where all ranks know its loss and the norm
     _in_batch = False
 
     def use_pipeline(self, plan: PipelinePlan) -> None:
@@ -103,10 +125,11 @@ class PipelinedEngine(Engine):
         with self._context.roles.agreement.failing_together("train_batch"):
             loss = self._run_batch(data_iter, trains=True)
         self.micro_steps += self.gradient_accumulation_steps()
+        self.optimizer.sum_with_norm(loss)
         self._apply_gradients()
         if self._checkpoints.saves_in_background:
             self._checkpoints.check()
-        return loss
+        return loss.value.squeeze(0)
 
     def eval_batch(self, data_iter: Iterator[Any] | None = None) -> Tensor:
         """Return the loss of the next micro-batches, averaged over all of them, without training; all ranks call it."""
@@ -114,7 +137,10 @@ class PipelinedEngine(Engine):
         self.module.eval()
         try:
             with self._context.roles.agreement.failing_together("eval_batch"), torch.no_grad():
-                return self._run_batch(data_iter, trains=False)
+                loss = self._run_batch(data_iter, trains=False)
+                self._context.roles.all.all_reduce_sum(loss.value, "LOSS")
+                loss.take_sum(loss.value)
+                return loss.value.squeeze(0)
         finally:
             self.module.train(was_training)
 
@@ -143,8 +169,8 @@ class PipelinedEngine(Engine):
         total = self._whole_time.seconds()
         return 1.0 - self._runner.stopwatch.seconds() / total if total else None
 
-    def _run_batch(self, data_iter: Iterator[Any] | None, *, trains: bool) -> Tensor:
-        """Run this rank's operations; return the average loss, which is the same on all ranks."""
+    def _run_batch(self, data_iter: Iterator[Any] | None, *, trains: bool) -> BatchLoss:
+        """Run this rank's operations; return the loss of its micro-batches, to be summed over the ranks."""
         with torch.inference_mode(False):
             self.fit_to_model()
         schedule, roles = self.schedule, self._context.roles
@@ -157,21 +183,21 @@ class PipelinedEngine(Engine):
         if trains:
             self._runner.stopwatch.reset()
             self._whole_time.reset()
+            self._whole_time.start()
         self._in_batch = True
         try:
-            with self._whole_time:
-                run = self._runner.run(schedule, self._plan.rank, batches, trains=trains)
-                total = self._context.device.scalar(0.0, torch.float64).view(1)
-                for loss in run.losses:
-                    total += loss.double()
-                roles.all.all_reduce_sum(total, "LOSS")
+            run = self._runner.run(schedule, self._plan.rank, batches, trains=trains)
         finally:
             self._in_batch, self._loop.counts.boundary = False, None
+        total = self._context.device.scalar(0.0, torch.float64).view(1)
+        for one in run.losses:
+            total += one.double()
         copies = self.world_size // (self.data_size * self._plan.num_ranks)  # ranks with the same rows and stage
-        total /= schedule.num_micro_batches * self.data_size * copies
+        number = schedule.num_micro_batches * self.data_size * copies
+        loss = BatchLoss(total, number, self._whole_time if trains else None)
         if trains and self.monitor is not None:
-            self.monitor.batch_ends(batches, total)
-        return total.squeeze(0)
+            self.monitor.batch_ends(batches, loss.value)  # which it reads when the step has ended
+        return loss
 
     def _next_batches(self, data_iter: Iterator[Any] | None, number: int) -> list[Any]:
         if data_iter is None and self.training_dataloader is not None:
@@ -212,6 +238,12 @@ class PipelinedEngine(Engine):
         """Refit if the model has changed; while a stage runs, other modules stand in the places of its neighbours."""
         if not self._in_batch:
             super().fit_to_model()
+
+    def refit(self) -> None:
+        """Rebuild the shards, see `Engine.refit`, and let stages describe again what they send."""
+        super().refit()
+        if self._plan.messages is not None:
+            self._plan.messages.forget_forms()
 
     def stage_forward(self, stage: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the model, which is this stage now."""

@@ -136,6 +136,8 @@ def plan_pipeline(
         )
     num_ranks, chunks = roles.grid.pipe, block.chunks
     rank = roles.grid.position(roles.all.rank_group.rank)["pipe"]
+    if isinstance(divided, PipelineModule):
+        _check_layout(roles.grid)
     borders = divided.borders(num_ranks * chunks, block.partition)
     check_alike(roles.all, "initialize", before_dividing(divided, borders))
     whole = list(model.parameters())
@@ -152,6 +154,18 @@ def plan_pipeline(
     _say_costs(settings, context)
     context = replace(context, tied=_tie(modules, divided, context))
     return PipelinePlan(context, modules, messages, loss_fn, rank, num_ranks, dropped, late)
+
+
+def _check_layout(grid: Grid) -> None:
+    """Raise if ranks have other stages than those whose layers a PipelineModule has built, in the order of ranks."""
+    size = grid.size // grid.pipe
+    if strange := [rank for place, rank in enumerate(grid.ranks) if place // size != rank // size]:
+        rank = strange[0]
+        raise ConfigError(
+            f"rank {rank} has stage {grid.position(rank)['pipe']} by the mesh or mpu, and its PipelineModule has built "
+            f"the layers of stage {rank // size}: the pipeline must be the first dimension, of neighbouring ranks for "
+            "each stage"
+        )
 
 
 def _tie(modules: StageModules, divided: DividedModel, context: EngineContext) -> TiedCopies | None:

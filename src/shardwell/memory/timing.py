@@ -62,13 +62,21 @@ class Stopwatch:
         self._seconds, self._spans = 0.0, list[tuple[torch.cuda.Event, torch.cuda.Event]]()
 
     def __enter__(self) -> None:
+        self.start()
+
+    def __exit__(self, *_error: object) -> None:
+        self.stop()
+
+    def start(self) -> None:
+        """Measure what is enqueued from here on."""
         if self._on_cuda:
             self._begin = torch.cuda.Event(enable_timing=True)
             self._begin.record()
         else:
             self._since = time.perf_counter()
 
-    def __exit__(self, *_error: object) -> None:
+    def stop(self) -> None:
+        """Measure up to here."""
         if self._on_cuda:
             end = torch.cuda.Event(enable_timing=True)
             end.record()

@@ -69,7 +69,7 @@ def clip_factor(norm: Tensor, clip: float) -> Tensor | None:
 class SummedNumber(Protocol):
     """A number of each rank that is summed over the ranks in the all-reduce of the norm."""
 
-    spans_stages: bool  # it is summed over the stages of a pipeline, too; such numbers come first
+    spans_stages: bool  # it is summed over the stages of a pipeline, too, as the norm is
 
     def append_to(self, parts: list[Tensor]) -> None:
         """Append this rank's number: 1D, fp64, on the device."""
@@ -87,10 +87,16 @@ class GradNorm:
         self, context: EngineContext, slices: ParamSlices, summed: Sequence[SummedNumber], clip: float
     ) -> None:
         self._context, self._slices, self.summed = context, slices, summed
+        self._in_stage = [one for one in summed if not one.spans_stages]
+        self.sum_also(())
         self.clip = clip  # the largest norm of the gradients; 0: no clipping
         self._counts = context.roles.is_first_replica  # this rank's shards count: replicas have the same
         self.unseen: set[str] = set()  # names of parameters without a gradient on any rank, at the last call
         self._all_seen: Tensor | None = None
+
+    def sum_also(self, numbers: Sequence[SummedNumber]) -> None:
+        """Sum these numbers, which span the stages of a pipeline, besides those that were given at first."""
+        self._over_stages = [*(one for one in self.summed if one.spans_stages), *numbers]
 
     def __call__(self, norms: Iterable[tuple[Tensor, bool]]) -> Tensor:
         """Return the global norm; all ranks must call it.
@@ -111,28 +117,26 @@ class GradNorm:
             flags = self._all_seen
         else:
             flags = self._all_seen = torch.ones(len(seen), dtype=torch.float64, device=device.torch_device)
-        parts = [sum_of_squares(sharded if self._counts else [], device).view(1), flags]
-        for one in self.summed:
+        parts = [sum_of_squares(sharded if self._counts else [], device).view(1)]
+        for one in self._over_stages:
+            one.append_to(parts)
+        first = len(parts)
+        parts.append(flags)
+        for one in self._in_stage:
             one.append_to(parts)
         total = torch.cat(parts)
         self._context.roles.stage.all_reduce_sum(total, "NORM")
-        self._sum_over_stages(total, first := 1 + len(seen))
-        for place, one in enumerate(self.summed, start=first):
+        if (pipe := self._context.roles.pipe) is not None:
+            pipe.all_reduce_sum(total[:first], "NORM")
+        for place, one in enumerate(self._over_stages, start=1):
+            one.take_sum(total[place])
+        for place, one in enumerate(self._in_stage, start=first + len(seen)):
             one.take_sum(total[place])
         self.unseen = set()
         if not all(seen) and not device.is_meta:
-            anywhere = total[1:].tolist()
+            anywhere = total[first:].tolist()
             self.unseen = {name for name, number in self._slices.numbers.items() if not anywhere[number]}
         return (total[0] + sum_of_squares(replicated, device) if replicated else total[0]).sqrt()
-
-    def _sum_over_stages(self, total: Tensor, first: int) -> None:
-        """Sum over the stages of a pipeline what concerns all of them; flags are of a stage's own parameters."""
-        if (pipe := self._context.roles.pipe) is None:
-            return
-        last = first + sum(one.spans_stages for one in self.summed)
-        across = torch.cat([total[:1], total[first:last]])
-        pipe.all_reduce_sum(across, "NORM")
-        total[:1], total[first:last] = across[:1], across[1:]
 
 
 # ------------------------------------------------------------------------------------------------ hyperparameters

@@ -18,7 +18,7 @@ from shardwell.errors import NonFiniteError, ShardwellError
 from shardwell.memory import StateKind, Tier
 from shardwell.optim.executor import StepOptions, UpdateExecutor
 from shardwell.optim.factory import NO_LABEL, OptimizerFactory
-from shardwell.optim.grad_norm import GradNorm, OverflowCheck, clip_factor, hyperparameter_checks
+from shardwell.optim.grad_norm import GradNorm, OverflowCheck, SummedNumber, clip_factor, hyperparameter_checks
 from shardwell.optim.param_slices import ParamSlice, ParamSlices, bytes_of_state, check_cut, scalar_state
 from shardwell.optim.user_optimizer import SteppingEngine, meet_foreign_step, step_with
 from shardwell.sharding import EngineContext, Unit, released
@@ -227,6 +227,10 @@ class ShardedOptimizer(Optimizer):
             if not (but_begun and self.executor.is_updated_early(unit)):
                 unit.wait()
         self._overflow_check.resolve()
+
+    def sum_with_norm(self, *numbers: SummedNumber) -> None:
+        """Sum these numbers over all ranks in the all-reduces of the norm, from the next step on."""
+        self._grad_norm.sum_also(numbers)
 
     def global_norm(self) -> Tensor | None:
         """Return the norm of the full averaged gradient at the last step, before clipping."""

@@ -14,10 +14,11 @@ from torch import Tensor, nn
 
 from shardwell.errors import ShardwellError
 from shardwell.pipeline.messages import Signature
-from shardwell.pipeline.stage_modules import Hidden
+from shardwell.pipeline.passage import Hidden
 from shardwell.runtime.pytree import map_tensors, tensors_in
 
 _LABELS = "labels"
+_OF_ALL_LAYERS = ("output_router_logits", "output_hidden_states", "output_attentions")  # Transformers' names
 
 
 class BatchReader:
@@ -25,6 +26,7 @@ class BatchReader:
 
     def __init__(self, model: nn.Module, loss_fn: Callable[..., Any] | None, *, is_chain: bool) -> None:
         self._loss_fn, self._is_chain = loss_fn, is_chain
+        self._config = getattr(model, "config", None)
         names = inspect.signature(model.forward).parameters
         self._extra = {"use_cache": False} if "use_cache" in names else {}  # which training has no use for
 
@@ -34,6 +36,8 @@ class BatchReader:
         A model that is nothing but its layers gets the hidden state. Other models get the micro-batch on every stage,
         since masks and positions are computed from it; labels are for the last stage.
         """
+        if received is not None or not is_last:  # there are several stages
+            self._check_outputs(batch)
         if self._is_chain and received is not None:
             return (map_tensors(received, Tensor.detach),), {}
         if isinstance(batch, Mapping):
@@ -44,6 +48,16 @@ class BatchReader:
         if self._is_chain or not isinstance(inputs, tuple | list):
             return (inputs,), dict(self._extra)
         return tuple(inputs), dict(self._extra)
+
+    def _check_outputs(self, batch: Any) -> None:
+        """Refuse outputs that are of all layers, of which the last stage has its own only; a loss may be of them."""
+        for key in _OF_ALL_LAYERS:
+            asked = batch.get(key) if isinstance(batch, Mapping) else None
+            if getattr(self._config, key, False) if asked is None else asked:
+                raise ShardwellError(
+                    f"pipeline: {key} asks for values of all layers (a loss of routers is of them, too), and the last "
+                    f"stage has those of its own layers only: set model.config.{key} = False"
+                )
 
     def loss(self, output: Any, batch: Any, move: Callable[[Any], Any]) -> Tensor:
         """Return the loss of a micro-batch; `move` brings labels to the device."""

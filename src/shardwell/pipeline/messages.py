@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any
 
@@ -20,7 +20,7 @@ from shardwell.errors import ShardwellError
 from shardwell.parallel import TrafficKind, Work
 from shardwell.parallel.point_to_point import Channel, PointToPoint
 from shardwell.pipeline.operations import Pass
-from shardwell.pipeline.stage_modules import Hidden
+from shardwell.pipeline.passage import Hidden
 
 _DTYPES = [
     torch.float32,
@@ -60,10 +60,10 @@ class HiddenForm:
 
     tensors: tuple[TensorForm, ...]
     is_tuple: bool
-    wraps: bool = False  # layers return tuples, of which the model takes the first element
+    wraps: int = 0  # layers return tuples of this length, of which the model takes the first element
 
     @classmethod
-    def of(cls, hidden: Hidden, stage: int, *, wraps: bool = False) -> HiddenForm:
+    def of(cls, hidden: Hidden, stage: int, *, wraps: int = 0) -> HiddenForm:
         """Return the form of what a stage returned; raise if it cannot be sent."""
         tensors = (hidden,) if isinstance(hidden, Tensor) else hidden
         if not isinstance(tensors, tuple) or not all(isinstance(tensor, Tensor) for tensor in tensors):
@@ -95,7 +95,16 @@ class HiddenForm:
             dtype, requires_grad, ndim, *rest = rest
             forms.append(TensorForm(tuple(rest[:ndim]), _DTYPES[dtype], bool(requires_grad)))
             rest = rest[ndim:]
-        return cls(tuple(forms), bool(kind & 1), bool(kind & 2))
+        return cls(tuple(forms), bool(kind & 1), kind >> 1)
+
+    @property
+    def trains(self) -> bool:
+        """Whether gradients come back."""
+        return any(one.requires_grad for one in self.tensors)
+
+    def without_gradients(self) -> HiddenForm:
+        """Return the form of the same tensors where no gradients come back."""
+        return replace(self, tensors=tuple(replace(one, requires_grad=False) for one in self.tensors))
 
     def empty(self, device: torch.device) -> list[Tensor]:
         """Return memory for the tensors."""
@@ -143,7 +152,7 @@ class StageMessages:
         way = Pass.FORWARD if target > source else Pass.BACKWARD
         return source % self._num_ranks, target % self._num_ranks, way.value
 
-    def send_hidden(self, hidden: Hidden, stage: int, signature: Signature, *, wraps: bool = False) -> HiddenForm:
+    def send_hidden(self, hidden: Hidden, stage: int, signature: Signature, *, wraps: int = 0) -> HiddenForm:
         """Start to send what a stage returned to the next one, which is told whether layers return tuples."""
         form, known = HiddenForm.of(hidden, stage, wraps=wraps), self._forms.get((stage + 1, signature))
         channel = self._channel(stage, stage + 1)
@@ -152,6 +161,12 @@ class StageMessages:
             header = torch.tensor(form.numbers(), dtype=torch.int64, device=self._device)
             self._links.send(header, channel)
         elif known != form:
+            if known.without_gradients() == form.without_gradients():
+                raise ShardwellError(
+                    f"stage {stage} of the pipeline {'trains nothing any more' if known.trains else 'trains now'}, and "
+                    "the next stage does not know: call engine.refit() on all ranks after freezing or unfreezing "
+                    "everything up to the end of a stage"
+                )
             raise ShardwellError(
                 f"stage {stage} of the pipeline returned {_shown(form)} for a micro-batch of shapes for which it "
                 f"returned {_shown(known)} before: what travels between stages may depend on shapes only"
@@ -196,6 +211,10 @@ class StageMessages:
         channel = self._channel(stage + 1, stage)
         tensors = form.differentiable(form.empty(self._device))
         return Arrival(form, tensors, [self._links.receive(tensor, channel) for tensor in tensors])
+
+    def forget_forms(self) -> None:
+        """Let senders describe what they send again; all ranks must do so."""
+        self._forms.clear()
 
     def finish(self) -> None:
         """Wait until everything is sent."""

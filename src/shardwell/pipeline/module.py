@@ -14,7 +14,8 @@ from shardwell.parallel import start_process_group
 from shardwell.parallel.mesh import rank_in_world, size_of_world
 from shardwell.pipeline.layers import FunctionLayer, LayerSpec, TiedLayerSpec
 from shardwell.pipeline.partition import NOTHING, LayerCost, cost_of, divide
-from shardwell.pipeline.stage_modules import Layers, PassThrough, Place
+from shardwell.pipeline.passage import PassThrough
+from shardwell.pipeline.stage_modules import Layers, Place
 
 
 class PipelineModule(nn.Module):
@@ -68,6 +69,8 @@ class PipelineModule(nn.Module):
         self._seeds = (seed_fn or torch.manual_seed, base_seed) if seed_layers else None
         start_process_group(default_device())
         self.stage_id = _index_along_pipe(self.num_stages)
+        if topology is not None:
+            _check_topology(topology, self.num_stages)
         self._cut = self._divided(self.num_stages * num_chunks, partition_method)
         self.tied_modules = nn.ModuleDict()
         for index in range(self.num_layers):
@@ -163,3 +166,20 @@ def _index_along_pipe(num_stages: int) -> int:
             f"start a multiple of {num_stages}"
         )
     return rank_in_world() // (size // num_stages)
+
+
+def _check_topology(topology: Any, num_stages: int) -> None:
+    """Refuse a topology that lays ranks out in another way than the engine does."""
+    sizes = {axis: topology.get_dim(axis) for axis in topology.get_axis_names()}
+    shown = " x ".join(f"{size} ({axis})" for axis, size in sizes.items())
+    if others := [axis for axis, size in sizes.items() if axis not in ("pipe", "data") and size > 1]:
+        raise ConfigError(
+            f"PipelineModule(topology=...): the axis '{others[0]}' of {shown} is not read from a topology: leave its "
+            "size at 1, and set tensor_parallel.autotp_size in the configuration"
+        )
+    size, first = size_of_world(), next(iter(sizes), "")
+    if sizes.get("pipe") != num_stages or topology.world_size() != size or (first != "pipe" and 1 < num_stages < size):
+        raise ConfigError(
+            f"PipelineModule(topology=...): {shown} is not the layout of {size} rank(s) in {num_stages} stages: the "
+            "pipeline is the first axis, as in PipeDataParallelTopology"
+        )

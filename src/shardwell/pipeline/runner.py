@@ -25,8 +25,9 @@ from shardwell.memory.timing import Stopwatch
 from shardwell.pipeline.batches import BatchReader, signature_of
 from shardwell.pipeline.messages import Arrival, HiddenForm, Signature, StageMessages
 from shardwell.pipeline.operations import Operation, Pass
+from shardwell.pipeline.passage import Hidden
 from shardwell.pipeline.schedules import Schedule
-from shardwell.pipeline.stage_modules import Hidden, StageModules
+from shardwell.pipeline.stage_modules import StageModules
 
 
 class StageWorker(Protocol):
@@ -154,7 +155,7 @@ class PipelineRunner:
         stage, batch = one.stage, run.batches[one.micro_batch]
         received, hidden = self._received(run, one, trains=trains)
         is_last = stage == self._last
-        with self.stopwatch:
+        with self.stopwatch if trains else contextlib.nullcontext():
             args, kwargs = self._reader.arguments(batch, hidden, is_last=is_last)
             with self.modules.running(stage, hidden):
                 output = self._worker.stage_forward(stage, args, kwargs)

@@ -19,82 +19,19 @@ import torch
 from torch import Tensor, nn
 
 from shardwell.errors import ShardwellError
-
-Hidden = Any  # a tensor, or a tuple of tensors
-
-
-class Passage:
-    """The hidden states at the borders of the stage that runs."""
-
-    received: Hidden = None
-    sent: Hidden = None
-    is_running = False  # a stage runs
-    is_inside = False  # a layer of it, or the exit from it, has been called
-    wraps = False  # layers take a tensor and return a tuple, of which the model takes the first element
-
-    def handed_on(self, hidden: Hidden) -> Any:
-        """Return what a layer of this model returns."""
-        return (hidden,) if self.wraps else hidden
+from shardwell.pipeline.passage import (
+    Elsewhere,
+    Hidden,
+    LayerElsewhere,
+    LayerEntry,
+    Passage,
+    PassThrough,
+    StageEntry,
+    StageExit,
+)
 
 
-class PassThrough(nn.Module):
-    """Returns its first argument."""
-
-    is_elsewhere = True  # the module of this name is on another stage
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return args[0] if args else next(iter(kwargs.values()))
-
-
-class LayerElsewhere(PassThrough):
-    """Returns its first argument as layers return what they compute."""
-
-    def __init__(self, passage: Passage) -> None:
-        super().__init__()
-        self.__dict__["passage"] = passage
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self.__dict__["passage"].handed_on(super().forward(*args, **kwargs))
-
-
-class LayerEntry(nn.Module):
-    """Returns the hidden state that this stage received, as layers return what they compute."""
-
-    def __init__(self, passage: Passage) -> None:
-        super().__init__()
-        self.__dict__["passage"] = passage
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        passage = self.__dict__["passage"]
-        return passage.handed_on(passage.received)
-
-
-class StageEntry(nn.Module):
-    """Returns the hidden state that this stage received."""
-
-    def __init__(self, passage: Passage) -> None:
-        super().__init__()
-        self.__dict__["passage"] = passage
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self.__dict__["passage"].received
-
-
-class StageExit(PassThrough):
-    """Notes its first argument as the hidden state that this stage sends, and returns it."""
-
-    def __init__(self, passage: Passage) -> None:
-        super().__init__()
-        self.__dict__["passage"] = passage
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        passage = self.__dict__["passage"]
-        passage.sent = super().forward(*args, **kwargs)
-        passage.is_inside = True
-        return passage.handed_on(passage.sent)
-
-
-def _checked(module: nn.Module, place: Place, passage: Passage, *, runs_after: bool) -> nn.Module:
+def _checked(module: nn.Module, place: Place, passage: Passage, *, runs_after: bool) -> None:
     """Let a module beside the layers, or what stands for it, raise if it runs on the other side of the layers."""
 
     def check(*_: Any) -> None:
@@ -107,7 +44,6 @@ def _checked(module: nn.Module, place: Place, passage: Passage, *, runs_after: b
             )
 
     module.register_forward_pre_hook(check)
-    return module
 
 
 def _note_layer(passage: Passage, layer: nn.Module) -> None:
@@ -118,11 +54,31 @@ def _note_layer(passage: Passage, layer: nn.Module) -> None:
 
     def look(_: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
         given = args[0] if args else next(iter(kwargs.values()), None)
-        if isinstance(output, tuple) and isinstance(given, Tensor):
-            passage.wraps = True
+        if isinstance(output, tuple | list) and isinstance(given, Tensor):
+            passage.wraps = len(output)
 
     layer.register_forward_pre_hook(begin)
     layer.register_forward_hook(look, with_kwargs=True)
+
+
+def _watch_ends(passage: Passage, first: Place | None, last: Place | None) -> None:
+    """Check what the model calls the first layer of a stage with, and note what the last one returns to the model.
+
+    Other hooks of these layers, such as those that split sequences, are inside of these two.
+    """
+
+    def check(_: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        if passage.is_running and first is not None:
+            passage.check(args[0] if args else next(iter(kwargs.values()), None), passage.received, first.name)
+
+    def note(_: nn.Module, args: Any, output: Any) -> None:
+        if passage.is_running:
+            passage.note(output)
+
+    if first is not None:
+        first.module.register_forward_pre_hook(check, with_kwargs=True, prepend=True)
+    if last is not None:
+        last.module.register_forward_hook(note)
 
 
 @dataclass(frozen=True)
@@ -173,23 +129,27 @@ class StageModules:
         if self.num_stages > 1:
             self._watch_order()
         layers.model.register_forward_hook(self._give_hidden)
-        self._running = -1
+        self._running, self._watched = -1, set[int]()
 
-    def _replacements(self, stage: int) -> list[tuple[Place, nn.Module]]:
+    def _replacements(self, stage: int) -> list[tuple[Place, Elsewhere]]:
         """Return the places of other stages, and what stands there while this stage runs."""
         layers, start, end = self.layers, self._borders[stage], self._borders[stage + 1]
-        entry, leave, through = (kind(self.passage) for kind in (LayerEntry, StageExit, LayerElsewhere))
-        found: list[tuple[Place, nn.Module]] = []
+        found: list[tuple[Place, Elsewhere]] = []
         for index, place in enumerate(layers.places):
-            if index < start:
-                found.append((place, entry if index == start - 1 else through))
-            elif index >= end:
-                found.append((place, leave if index == end else through))
-        checked = partial(_checked, passage=self.passage)
-        if stage > 0:
-            found += [(one, checked(StageEntry(self.passage), one, runs_after=False)) for one in layers.before]
-        if stage < self.num_stages - 1:
-            found += [(one, checked(PassThrough(), one, runs_after=True)) for one in layers.after]
+            if index == start - 1:
+                found.append((place, LayerEntry(self.passage)))
+            elif index == end:
+                found.append((place, StageExit(self.passage, place.name)))
+            elif not start <= index < end:
+                found.append((place, LayerElsewhere(self.passage)))
+        before = layers.before if stage > 0 else ()
+        after = layers.after if stage < self.num_stages - 1 else ()
+        found += [(one, StageEntry(self.passage)) for one in before]
+        found += [(one, PassThrough()) for one in after]
+        for place, hole in found:
+            hole.stand_for(place.module, place.name, layers.model)
+        for place, hole in found[len(found) - len(before) - len(after) :]:
+            _checked(hole, place, self.passage, runs_after=isinstance(hole, PassThrough))
         return found
 
     def _watch_order(self) -> None:
@@ -225,7 +185,9 @@ class StageModules:
         others = [{id(place.module) for place, _ in self._roles[stage]} for stage in self.stages]
         gone = [place for place, _ in self._roles[self.stages[0]] if id(place.module) in set.intersection(*others)]
         for place in gone:
-            place.put(PassThrough())  # outside of `running`, it only keeps the place
+            place.put(
+                PassThrough().stand_for(place.module, place.name, model)
+            )  # outside of `running`, it only keeps the place
         for name, parameter in list(model.named_parameters()):
             if (first := names[id(parameter)]) != name:
                 _hold(model, first, parameter)
@@ -233,16 +195,20 @@ class StageModules:
     @contextlib.contextmanager
     def running(self, stage: int, received: Hidden) -> Iterator[None]:
         """Let the model be this stage: inside, its forward takes `received` and returns what the stage sends."""
+        if stage not in self._watched:  # not before all other hooks are there
+            self._watched.add(stage)
+            places, borders, is_last = self.layers.places, self._borders, stage == self.num_stages - 1
+            first, last = places[borders[stage]], places[borders[stage + 1] - 1]
+            _watch_ends(self.passage, first if stage > 0 else None, None if is_last else last)
         before = [(place, place.parent._modules[place.child]) for place, _ in self._roles[stage]]
         for place, hole in self._roles[stage]:
             place.put(hole)
-        self.passage.received, self.passage.sent, self._running = received, None, stage
-        self.passage.is_running, self.passage.is_inside = True, False
+        self.passage.begin(received)
+        self._running = stage
         try:
             yield
         finally:
-            self.passage.received = self.passage.sent = None
-            self.passage.is_running = False
+            self.passage.end()
             self._running = -1
             for place, module in before:
                 if module is None:
@@ -287,4 +253,5 @@ def _hold(model: nn.Module, name: str, parameter: nn.Parameter) -> None:
         if step not in model._modules:
             model.add_module(step, PassThrough())
         model = model.get_submodule(step)
+    model.__dict__.get("plain", {}).pop(last, None)
     model.register_parameter(last, parameter)

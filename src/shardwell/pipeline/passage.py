@@ -1,0 +1,251 @@
+"""What stands in the places of modules that other stages have, and the hidden states at the borders of a stage.
+
+A stage begins with what was sent to it and ends with what it sends. That is what the whole model computes only if
+nothing else passes from the layers of one stage to those of the next: no sum beside the layers, no skip connection over
+them, no embedding that later layers read. Where a model does that, it is an error here and not another result.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+
+from shardwell.errors import ShardwellError
+from shardwell.runtime.pytree import map_tensors, tensors_in
+
+Hidden = Any  # a tensor, or a tuple of tensors
+
+
+class Passage:
+    """The hidden states at the borders of the stage that runs."""
+
+    received: Hidden = None
+    sent: Hidden = None
+    returned: Any = None  # by the last layer of the stage that runs
+    versions: tuple[int, ...] = ()  # of what was received or returned: they count changes in place
+    is_running = False  # a stage runs
+    is_entered = False  # the layer before it has been called
+    is_inside = False  # a layer of it, or the exit from it, has been called
+    wraps = 0  # the length of the tuples of layers that take a tensor, of which the model takes the first element
+
+    def handed_on(self, hidden: Hidden) -> Any:
+        """Return what a layer of this model returns."""
+        return (hidden, *[None] * (self.wraps - 1)) if self.wraps else hidden
+
+    def begin(self, received: Hidden) -> None:
+        """Begin a stage that has received this."""
+        self.received, self.sent, self.returned = received, None, None
+        self.versions = _versions(received)
+        self.is_running, self.is_entered, self.is_inside = True, False, False
+
+    def end(self) -> None:
+        """End the stage."""
+        self.received = self.sent = self.returned = None
+        self.is_running = False
+
+    def enter(self) -> Hidden:
+        """Return what the stage received, where the model calls the layer before it."""
+        if self.is_running and self.is_entered:
+            raise ShardwellError(_CALLED_AGAIN)
+        self.is_entered = True
+        return self.received
+
+    def note(self, returned: Any) -> None:
+        """Note what the last layer of the stage returns."""
+        self.returned, self.versions = returned, _versions(returned)
+
+    def leave(self, hidden: Hidden, others: Any, name: str) -> None:
+        """Take what the model hands to the layer behind the stage, whose name is `name`, for what the stage sends."""
+        if self.is_running:
+            if self.sent is not None:
+                raise ShardwellError(_CALLED_AGAIN)
+            self.check(hidden, self.returned, name)
+            handed = set(map(id, tensors_in(others))) & set(map(id, tensors_in(self.returned)))
+            if handed - set(map(id, tensors_in(hidden))):
+                raise ShardwellError(
+                    f"pipeline: the model calls layer '{name}' with several tensors that the layer before it returned, "
+                    f"of which stages send the first. {_CHAIN}"
+                )
+        self.sent, self.is_inside = hidden, True
+
+    def check(self, given: Any, before: Any, name: str) -> None:
+        """Raise if a layer is called with something else than what the layer before it returned, or what was sent."""
+        found = list(tensors_in(before))
+        is_changed = self.versions != _versions(before)
+        if is_changed or not all(any(_is_same(one, other) for other in found) for one in tensors_in(given)):
+            raise ShardwellError(
+                f"pipeline: the model does not call layer '{name}' with what the layer before it returned (it adds, "
+                f"scales or normalises in between, or calls layers in another order). {_CHAIN}"
+            )
+
+
+_CHAIN = (
+    "Stages hand on one hidden state, from each layer to the next one: move what is computed beside the layers into "
+    "them, or write the model as a PipelineModule, whose layers may return tuples"
+)
+_CALLED_AGAIN = f"pipeline: the model calls its layers more than once in a forward. {_CHAIN}"
+
+
+def _versions(values: Any) -> tuple[int, ...]:
+    return tuple(0 if one.is_inference() else one._version for one in tensors_in(values))
+
+
+def _is_same(one: Tensor, other: Tensor) -> bool:
+    """Return whether two tensors have the same values; those of one memory are not looked at."""
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return False
+    is_alias = one is other or one.untyped_storage()._cdata == other.untyped_storage()._cdata
+    return is_alias or (not one.is_meta and torch.equal(one, other))
+
+
+def _without_gradient(hidden: Hidden) -> Hidden:
+    """Return values that stand for what another stage computes: no loss may depend on them, and they may be changed."""
+    return map_tensors(hidden, _watched)
+
+
+def _watched(tensor: Tensor) -> Tensor:
+    if not (torch.is_grad_enabled() and tensor.is_floating_point()):
+        return tensor.clone()
+    watched = tensor.detach().requires_grad_()
+    watched.register_hook(_refuse_gradient)
+    return watched.clone()
+
+
+def _refuse_gradient(grad: Tensor) -> None:
+    raise ShardwellError(
+        "pipeline: layers, or modules behind them, use what modules before the layers or layers of earlier stages "
+        f"compute (embeddings, values for skip connections), not only through the layer before. {_CHAIN}"
+    )
+
+
+class ElsewhereError(ShardwellError, AttributeError):
+    """A model reads an attribute of a module that another stage has."""
+
+
+class WeightElsewhere:
+    """A parameter of a module that another stage has: its shape is known, and where this stage's own ones are."""
+
+    def __init__(self, name: str, weight: nn.Parameter, model: nn.Module) -> None:
+        self.name, self.shape, self.ndim = name, weight.shape, weight.ndim
+        self._model = weakref.ref(model)
+        self._kind = weight.device, weight.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Return the device of this stage's parameters."""
+        return self._own()[0]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Return the dtype of this stage's parameters."""
+        return self._own()[1]
+
+    def _own(self) -> tuple[torch.device, torch.dtype]:
+        model = self._model()
+        first = None if model is None else next(model.parameters(), None)
+        return self._kind if first is None else (first.device, first.dtype)
+
+    def __getattr__(self, name: str) -> Any:
+        """Refuse what needs values."""
+        raise ElsewhereError(_elsewhere(self.__dict__.get("name", "")))
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Refuse operations of torch."""
+        weight = next((one for one in args if isinstance(one, cls)), None)
+        raise ElsewhereError(_elsewhere("a weight" if weight is None else weight.name))
+
+
+def _elsewhere(name: str) -> str:
+    return (
+        f"pipeline: the model uses '{name}' of a module that another stage has: modules may only be called. Where a "
+        "weight is used twice, let two modules have it and call both, or write the model as a PipelineModule with "
+        "TiedLayerSpec(forward_fn=...)"
+    )
+
+
+class Elsewhere(nn.Module):
+    """A module that stands for one that another stage has; it has that module's plain attributes."""
+
+    def stand_for(self, module: nn.Module, name: str, model: nn.Module) -> Self:
+        """Take the numbers and texts of a module whose name in `model` is `name`; nothing keeps the module itself."""
+        plain: dict[str, Any] = {
+            key: value for key, value in vars(module).items() if isinstance(value, int | float | str | None)
+        }
+        weights = {key: one for key, one in module._parameters.items() if one is not None}
+        plain |= {key: WeightElsewhere(f"{name}.{key}", one, model) for key, one in weights.items()}
+        self.__dict__.update(stands_for=name, plain=plain)
+        return self
+
+    def __getattr__(self, name: str) -> Any:
+        """Look an attribute up in the module that this one stands for."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            here = self.__dict__
+            if name in here.get("plain", ()):
+                return here["plain"][name]
+            if "stands_for" not in here or name.startswith("__"):
+                raise
+            raise ElsewhereError(_elsewhere(f"{here['stands_for']}.{name}")) from None
+
+
+class PassThrough(Elsewhere):
+    """Returns its first argument."""
+
+    is_elsewhere = True  # the module of this name is on another stage
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return args[0] if args else next(iter(kwargs.values()))
+
+
+class LayerElsewhere(PassThrough):
+    """Returns its first argument as layers return what they compute."""
+
+    def __init__(self, passage: Passage) -> None:
+        super().__init__()
+        self.__dict__["passage"] = passage
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        passage, given = self.__dict__["passage"], super().forward(*args, **kwargs)
+        is_before = passage.is_running and not passage.is_entered and passage.received is not None
+        return passage.handed_on(_without_gradient(given) if is_before else given)
+
+
+class LayerEntry(Elsewhere):
+    """Returns the hidden state that this stage received, as layers return what they compute."""
+
+    def __init__(self, passage: Passage) -> None:
+        super().__init__()
+        self.__dict__["passage"] = passage
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        passage = self.__dict__["passage"]
+        return passage.handed_on(passage.enter())
+
+
+class StageEntry(Elsewhere):
+    """Returns values of the shape of the hidden state that this stage received, for modules before the layers."""
+
+    def __init__(self, passage: Passage) -> None:
+        super().__init__()
+        self.__dict__["passage"] = passage
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return _without_gradient(self.__dict__["passage"].received)
+
+
+class StageExit(PassThrough):
+    """Notes its first argument as the hidden state that this stage sends, and returns it."""
+
+    def __init__(self, passage: Passage, name: str) -> None:
+        super().__init__()
+        self.__dict__.update(passage=passage, layer=name)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        passage = self.__dict__["passage"]
+        passage.leave(super().forward(*args, **kwargs), (args, kwargs), self.__dict__["layer"])
+        return passage.handed_on(passage.sent)
