@@ -21,11 +21,7 @@ from shardwell.errors import ShardwellError
 from shardwell.memory import Tier
 from shardwell.memory.machine import SimulatedMachine, SimulatedRanks, simulated
 from shardwell.memory.statistics import human, render
-<<<<<<< HEAD
-=======
-from shardwell.offload.kept_states import RATIO
 from shardwell.parallel.grid import Grid
->>>>>>> plans
 from shardwell.plan.estimate import Inputs, loss_of
 from shardwell.plan.fused_kernels import FusedKernels
 from shardwell.plan.simulation import MOMENTS, close, fuse_updates, naming_lines, simulate
