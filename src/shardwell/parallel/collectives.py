@@ -26,12 +26,12 @@ from shardwell.memory import Device, TemporaryBuffers
 from shardwell.parallel import quantized
 from shardwell.parallel.agreement import Agreement
 from shardwell.parallel.hierarchical import HierarchicalTransport
-from shardwell.parallel.links import Links
+from shardwell.parallel.links import InFlight, Links
 from shardwell.parallel.mesh import RankGroup, close_groups
 from shardwell.parallel.nccl import abort_groups
 from shardwell.parallel.replicated import ReplicatedTransport
 from shardwell.parallel.simulated_moves import simulate_control, simulate_move
-from shardwell.parallel.torch_transport import InFlight, SingleRankTransport, TorchTransport
+from shardwell.parallel.torch_transport import SingleRankTransport, TorchTransport
 from shardwell.parallel.traffic import BETWEEN, INSIDE, TrafficKind, TrafficReport, TrafficStats
 from shardwell.parallel.transport import DirectTransport, GlooTransport, Transport, Work, end_loans, lend
 
@@ -84,9 +84,8 @@ class Collectives:
         in_flight: InFlight | None = None,
     ) -> None:
         """`in_flight` has the collectives of the engine's other groups."""
-        self.device, self.links = device, Links(mesh)
+        self.device, self.links = device, Links(mesh, in_flight)
         self.traffic, self._temporary = traffic_stats, temporary
-        self._in_flight = InFlight() if in_flight is None else in_flight
         self.transport = self.direct = self._transport_for(mesh)
         self.hops, self.replicate, self.shard_index = None, None, mesh.rank
         self.host_drives_progress = mesh.backend == "gloo"
@@ -95,7 +94,7 @@ class Collectives:
 
     def over(self, mesh: RankGroup) -> Collectives:
         """Return collectives of the same engine over another group of ranks."""
-        other = Collectives(mesh, self.device, self.traffic, self._temporary, self._in_flight)
+        other = Collectives(mesh, self.device, self.traffic, self._temporary, self.links.in_flight)
         other.agreement = self.agreement
         return other
 
@@ -105,7 +104,7 @@ class Collectives:
             return SingleRankTransport(self.device)
         if mesh.backend == "gloo" and (self.device.torch_device.type == "cpu" or not self.device.has_device_memory):
             return GlooTransport(mesh, self.links, self._temporary)
-        return TorchTransport(mesh, self.device, self.links, self._temporary, self._in_flight)
+        return TorchTransport(mesh, self.device, self.links, self._temporary)
 
     def set_nodes(self, mesh: RankGroup) -> None:
         """Set the mesh of the same ranks with other nodes, by which received bytes are counted."""

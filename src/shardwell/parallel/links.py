@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections import deque
 from datetime import timedelta
 from typing import Any, NoReturn
 
@@ -11,18 +12,41 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardwell.errors import ShardwellError
+from shardwell.memory import Event
 from shardwell.parallel.agreement import Agreement
 from shardwell.parallel.mesh import RankGroup
 from shardwell.parallel.stragglers import FailurePoll
 
+_MOST_IN_FLIGHT = 24  # collectives: enough for the device to have work while the host is busy elsewhere
 _CUT, _PROBE = (1 << 30) + 1, (1 << 30) + 2  # tags that no send uses
+
+
+class InFlight:
+    """The last collectives of a rank that the host has enqueued, on all communicators of an engine.
+
+    The host is kept from running further ahead of the device than this many: long queues on two communicators were
+    seen to hang.
+    """
+
+    def __init__(self, most: int = _MOST_IN_FLIGHT) -> None:
+        self._events: deque[Event] = deque()
+        self._most = most
+
+    def add(self, event: Event) -> Event:
+        """Add the event behind a collective; wait for the oldest collective if there are too many."""
+        self._events.append(event)
+        if len(self._events) > self._most:
+            self._events.popleft().synchronize()
+        return event
 
 
 class Links:
     """The links between the ranks of one process group, and the agreement that knows why a rank failed."""
 
-    def __init__(self, mesh: RankGroup) -> None:
+    def __init__(self, mesh: RankGroup, in_flight: InFlight | None = None) -> None:
+        """`in_flight` has the collectives of the engine's other groups."""
         self._mesh = mesh
+        self.in_flight = InFlight() if in_flight is None else in_flight
         self.agreement: Agreement | None = None
         self.channels: list[Any] = []  # process groups for messages, of pairs or through the host
 

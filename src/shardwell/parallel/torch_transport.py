@@ -7,7 +7,6 @@ avoided in the same way.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -23,27 +22,6 @@ from shardwell.parallel.mesh import RankGroup
 from shardwell.parallel.simulated_moves import simulate_move
 from shardwell.parallel.transport import STAGING, Work, sum_in_rank_order
 
-_MOST_IN_FLIGHT = 24  # collectives: enough for the device to have work while the host is busy elsewhere
-
-
-class InFlight:
-    """The last collectives of a rank that the host has enqueued, on all communicators of an engine.
-
-    The host is kept from running further ahead of the device than this many: long queues on two communicators were
-    seen to hang.
-    """
-
-    def __init__(self, most: int = _MOST_IN_FLIGHT) -> None:
-        self._events: deque[Event] = deque()
-        self._most = most
-
-    def add(self, event: Event) -> Event:
-        """Add the event behind a collective; wait for the oldest collective if there are too many."""
-        self._events.append(event)
-        if len(self._events) > self._most:
-            self._events.popleft().synchronize()
-        return event
-
 
 class TorchTransport:
     """The collectives of torch.distributed, on the streams of the device.
@@ -53,13 +31,11 @@ class TorchTransport:
 
     sends_shards = False
 
-    def __init__(
-        self, mesh: RankGroup, device: Device, links: Links, temporary: TemporaryBuffers, in_flight: InFlight
-    ) -> None:
+    def __init__(self, mesh: RankGroup, device: Device, links: Links, temporary: TemporaryBuffers) -> None:
         self._mesh, self._device, self._links, self._temporary = mesh, device, links, temporary
         self._is_gloo = mesh.backend == "gloo"
         self._reduce_group = mesh.group if mesh.reduce_group is None else mesh.reduce_group
-        self._in_flight = in_flight
+        self._in_flight = links.in_flight
 
     def all_gather(self, flat: Tensor) -> Work:
         """Start the all-gather of `flat` in place; this rank's own shard is in it already."""
