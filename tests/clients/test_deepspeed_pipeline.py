@@ -14,7 +14,7 @@ pytestmark = pytest.mark.slow
 
 SCRIPT = f"""
 import json
-import deepspeed, torch
+import deepspeed, shardwell, torch
 from deepspeed.pipe import LayerSpec, PipelineModule
 from deepspeed.runtime.pipe.topology import PipeDataParallelTopology
 from torch import nn
@@ -35,6 +35,12 @@ engine, _, _, _ = deepspeed.initialize(
 )
 assert isinstance(engine, deepspeed.PipelineEngine)
 losses = [engine.train_batch().item() for _ in range(4)]
+for whole in (engine.module_state_dict, lambda: engine.save_16bit_model("never")):
+    try:
+        whole()
+        raise SystemExit("a part of the model passed for all of it")
+    except shardwell.ShardwellError as error:
+        assert "in a pipeline a rank has its own stages only: call save_checkpoint" in str(error)
 print({MARK!r} + json.dumps([engine.global_rank, losses, engine.zero_optimization_stage()]), flush=True)
 """
 

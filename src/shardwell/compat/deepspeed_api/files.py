@@ -100,6 +100,7 @@ class EngineFiles(_Base):
         exclude_frozen_parameters: bool = False,
     ) -> dict[str, Any]:
         """Return the model's whole state on every rank. All ranks must call it."""
+        self._check_whole("module_state_dict")
         with returned_to(self.device, self.module):
             found = self.state_dict(prefix=prefix)
         if exclude_frozen_parameters:
@@ -174,6 +175,7 @@ class EngineFiles(_Base):
         The dictionary is a new one at every call, since clients empty it. Where it fails, the error is no ValueError,
         which clients take for "told not to gather".
         """
+        self._check_whole("the consolidated state dict")
         if self.zero_optimization_stage() != 3:
             raise NotAtStage3Error(
                 "only at ZeRO stage 3 weights are sharded; at the other stages model.state_dict() has them whole"
@@ -201,6 +203,7 @@ class EngineFiles(_Base):
 
         Return False if the configuration forbids to gather them. A file name that ends with `.safetensors` is one.
         """
+        self._check_whole("save_16bit_model")
         if self.zero_optimization_stage() == 3:
             if not self.zero_gather_16bit_weights_on_model_save():
                 return False
@@ -213,6 +216,15 @@ class EngineFiles(_Base):
         if torch.distributed.is_initialized():
             torch.distributed.barrier()
         return True
+
+    def _check_whole(self, what: str) -> None:
+        """Refuse what is of the whole model where this rank has some stages of it."""
+        if self._checkpoints.parts.is_divided:
+            raise ShardwellError(
+                f"{what} is of the whole model, and in a pipeline a rank has its own stages only: call "
+                "save_checkpoint, and convert it by `shardwell checkpoint export` or zero_to_fp32.py; "
+                "engine.state_dict() has this rank's layers"
+            )
 
     def save_fp16_model(self, save_dir: Any, save_filename: str = "pytorch_model.bin") -> bool:
         """Do what `save_16bit_model` does, under its old name."""
