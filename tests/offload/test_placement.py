@@ -184,16 +184,16 @@ def test_budgets_are_shares_of_what_is_free(monkeypatch: pytest.MonkeyPatch) -> 
     for limits in ({"memory": {"host": 0.8, "disk": 5}}, {"host_room": 0.2, "disk_memory": 5}):
         own = {"placement": "auto", **limits}
         shardwell.initialize(model=Stack(), config=configured(ALL_BELOW, own), device="cpu")
-        unsharded = 2 * 64 * 64 * 2  # a layer that computes and its gradients, on the CPU in the same memory
+        # a layer that computes and its gradients, on the CPU in the same memory, and what malloc keeps of them
+        unsharded = 2 * (2 * 64 * 64 * 2)
         model = 8 * 64 * 64 * 4  # what the model has now is free soon
         assert budgets == {DEVICE: 0, HOST: 80_000 - unsharded + model, DISK: 5}
 
 
 def uneven(path: str) -> list[Any]:
     """Training on ranks that find different amounts of free memory."""
-    parameters = (
-        8 * 2 + 2 * 2 * 2
-    )  # bytes of all layers, and of one and its gradients on both ranks: in host memory, too
+    # bytes of all layers, and twice of one and its gradients on both ranks: in host memory, too
+    parameters = 8 * 2 + 2 * (2 * 2 * 2)
     available = 10**9 if dist.get_rank() else 2 * (parameters + 36 + 3 * 12) * SHARE
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(psutil, "virtual_memory", lambda: type("Memory", (), {"available": available}))

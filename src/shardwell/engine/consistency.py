@@ -21,13 +21,13 @@ from shardwell.parallel.consistency import Section
 from shardwell.parallel.grid import Grid
 from shardwell.pipeline.layers import LayerSpec
 from shardwell.pipeline.module import PipelineModule
-from shardwell.pipeline.split import SplitModel
 from shardwell.sharding import UnitSpec
 from shardwell.sharding.tensor_part import part_of
 from shardwell.version import __version__
 
 if TYPE_CHECKING:
     from shardwell.engine.engine import Engine
+    from shardwell.engine.pipeline_setup import DividedModel
 
 # Keys that may differ between ranks: disks, memory, time limits, output, and which old checkpoints are removed.
 _OWN = {
@@ -66,7 +66,7 @@ def before_grouping(settings: Config, grid: Grid) -> dict[str, Section]:
     }
 
 
-def before_dividing(divided: SplitModel | PipelineModule, borders: Sequence[int]) -> dict[str, Section]:
+def before_dividing(divided: DividedModel, borders: Sequence[int]) -> dict[str, Section]:
     """Describe a model that is divided into pipeline stages: its parts must be those of one and the same model."""
     whole = {"borders of stages": str(list(borders))}
     if isinstance(divided, PipelineModule):  # of which each rank builds its own layers only

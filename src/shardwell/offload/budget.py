@@ -29,7 +29,7 @@ def tier_budgets(
     What is free is that of the rank with the least. Memory of the model's own parameters counts as free, because it is
     freed as soon as the units are built. Where the device is the CPU, the device tier has the `floor`, the bytes that
     must be there, unless the user says otherwise. These bytes, and the `unsharded` ones of the unit that computes, are
-    not free on the host then.
+    not free on the host then. The latter count twice: malloc keeps what they were freed from between blocks that stay.
     """
     budget, device = config.shardwell.memory, context.device
     local_world_size = context.roles.all.rank_group.local_world_size
@@ -37,7 +37,7 @@ def tier_budgets(
     above = (device.available_bytes() + held[Tier.DEVICE]) * budget.device if device.has_device_memory else float(floor)
     available = device.machine.free_host_bytes(local_world_size) * budget.host
     if not device.has_device_memory:  # what must be on the device is in the same memory
-        available = max(0.0, available - local_world_size * (floor + unsharded))
+        available = max(0.0, available - local_world_size * (floor + 2 * unsharded))
     found = {
         Tier.DEVICE: _or(budget.device, above),
         Tier.HOST: _or(budget.host, available + local_world_size * held[Tier.HOST]) / local_world_size,

@@ -252,13 +252,14 @@ def _loader(yaml: Any) -> Any:
 
 def _check_values(found: dict[str, Any], path: Path) -> None:
     """Refuse keys that are written twice, and references of YAML that stand for more values than a recipe has."""
-    left, number = [found], 0
+    left: list[Any] = [found]
+    number = 0
     while left:
         one, number = left.pop(), number + 1
         if number > _MOST_VALUES:
             raise ConfigError(f"{path}: more than {_MOST_VALUES:,} values, too many to be a recipe")
-        if twice := next(iter(getattr(one, "repeated", {})), None):
-            raise ConfigError(f"{path}: {twice} is written {one.repeated[twice]} times in the same object; keep one")
+        for name, times in getattr(one, "repeated", {}).items():
+            raise ConfigError(f"{path}: {name} is written {times} times in the same object; keep one")
         left += one.values() if isinstance(one, dict) else one if isinstance(one, list) else ()
 
 
