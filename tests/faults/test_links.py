@@ -300,3 +300,25 @@ def fail_and_forget() -> tuple[str, bool]:
 
 def test_a_failed_engine_leaves_nothing_behind(ranks: Ranks) -> None:
     assert ranks.run(2, fail_and_forget) == [("PeerError", False), ("ZeroDivisionError", False)]
+
+
+def give_up() -> int:
+    """Give up an all-reduce to which rank 1 never comes; return how many owners the process group got."""
+    model = Gpt()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    engine = shardwell.initialize(model=model, optimizer=optimizer, config=zero(1)).engine
+    collectives = collectives_of(engine)
+    group = collectives.rank_group.group
+    num_owners = sys.getrefcount(group)
+    if dist.get_rank() == 1:
+        collectives.agreement.failures.post_message("does not come")
+    else:
+        work = dist.all_reduce(torch.ones(1), group=group, async_op=True)
+        with pytest.raises(PeerError, match="does not come"):
+            collectives.direct.wait([work])
+    return sys.getrefcount(group) - num_owners
+
+
+def test_a_group_whose_threads_may_wait_for_ever_is_never_freed(ranks: Ranks) -> None:
+    """Its destructor would wait for them, in whatever code the garbage collector runs then."""
+    assert ranks.run(2, give_up) == [1, 0]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 import shardwell
 from tests.support.live_bytes import live_bytes
 from tests.support.models import Gpt, batches, share, whole_parameters, zero
+from tests.support.patience import soon
 from tests.support.ranks import Ranks
 from tests.support.training import distance
 
@@ -56,8 +58,18 @@ def come_and_go(stage: int) -> dict[str, list[Any]]:
         del engine, model
         if turn in (0, ROUNDS - 1):
             left["bytes"].append(live_bytes())
-        left["threads"].append(len(os.listdir("/proc/self/task")))
-        left["files"].append(len(os.listdir("/proc/self/fd")))
+        deadline = time.monotonic() + soon(5.0)  # threads of gloo end a little later, and close their files then
+        while True:
+            threads, files = len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd"))
+            if (
+                turn == 0
+                or (threads <= left["threads"][0] and files <= left["files"][0])
+                or time.monotonic() > deadline
+            ):
+                break
+            time.sleep(0.01)
+        left["threads"].append(threads)
+        left["files"].append(files)
     return left
 
 

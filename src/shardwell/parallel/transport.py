@@ -279,8 +279,11 @@ class GlooTransport:
         agreement.is_waiting = True
         try:
             wait_all(works, self._links.poll_failures, self._links.abandon)
-        except RuntimeError as error:
-            self._links.raise_cause(error)
+        except BaseException as error:
+            keep_group(self._group)
+            if isinstance(error, RuntimeError):
+                self._links.raise_cause(error)
+            raise
         finally:
             agreement.is_waiting = False
 
@@ -384,6 +387,16 @@ def lend(tensor: Tensor) -> Tensor:
     alias = tensor.detach()
     _lent.append((alias, _num_owners(alias)))
     return alias
+
+
+def keep_group(group: Any) -> None:
+    """Let a process group of gloo live until the process ends: works of it may be left behind.
+
+    Its destructor waits for its threads, and these wait for messages that may never come, until the group's timeout:
+    whoever freed a failed engine, the garbage collector for one, would wait as long.
+    """
+    if group is not None:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
 
 
 def end_loans() -> None:

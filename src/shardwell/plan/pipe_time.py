@@ -95,8 +95,9 @@ def _measured(run: PipeRun, num_ranks: int) -> RankTimes:
         timed.settle()
         schedule: Schedule = engine.schedule
         controls = [task.begin for task in clock.tasks if task.name == "control" and task.end > ends[-1]]
-        if len(controls) < 2:
-            raise ShardwellError("a simulated stage has not exchanged its loss and its norm: its time is not known")
+        if not controls:
+            raise ShardwellError("a simulated stage has not exchanged its norm: its time is not known")
+        norm = max(controls[0], ends[-1])
         marks = [(Operation.parse(text), begin, flops) for text, begin, flops in timed.trace.operations]
         closing = (marks[-1][0], ends[-1], marks[-1][2])
         found: defaultdict[_Key, list[StepTime]] = defaultdict(list)
@@ -107,8 +108,8 @@ def _measured(run: PipeRun, num_ranks: int) -> RankTimes:
         peak = timed.peak_flops
         return RankTimes(
             {key: replace(times[-1], peak_flops=peak) for key, times in found.items()},
-            read(clock, ends[-1], max(controls[1], ends[-1])),
-            read(clock, max(controls[1], ends[-1]), end),
+            read(clock, ends[-1], norm),
+            read(clock, norm, end),
             engine.train_batch_size() // engine.gradient_accumulation_steps(),
         )
 
