@@ -62,11 +62,8 @@ def come_and_go(stage: int) -> dict[str, list[Any]]:
         deadline = time.monotonic() + soon(5.0)  # threads of gloo end a little later, and close their files then
         while True:
             threads, files = len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd"))
-            if (
-                turn == 0
-                or (threads <= left["threads"][0] and files <= left["files"][0])
-                or time.monotonic() > deadline
-            ):
+            few = [now <= left[key][0] + MORE for key, now in (("threads", threads), ("files", files)) if left[key]]
+            if all(few) or time.monotonic() > deadline:
                 break
             time.sleep(0.01)
         left["threads"].append(threads)
