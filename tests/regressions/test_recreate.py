@@ -58,17 +58,21 @@ def come_and_go(stage: int) -> dict[str, list[Any]]:
         left["hooks"].append(num_hooks(model))
         del engine, model
         if turn in (0, ROUNDS - 1):
-            left["bytes"].append(live_bytes())
-        deadline = time.monotonic() + soon(5.0)  # threads of gloo end a little later, and close their files then
-        while True:
-            threads, files = len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd"))
-            few = [now <= left[key][0] + MORE for key, now in (("threads", threads), ("files", files)) if left[key]]
-            if all(few) or time.monotonic() > deadline:
-                break
-            time.sleep(0.01)
-        left["threads"].append(threads)
-        left["files"].append(files)
+            left["bytes"].append(live_bytes())  # this collects garbage
+            await_few(left)
     return left
+
+
+def await_few(left: dict[str, list[Any]]) -> None:
+    """Count threads and files; those of gloo end a little later than their group."""
+    deadline = time.monotonic() + soon(5.0)
+    while True:
+        counts = {"threads": len(os.listdir("/proc/self/task")), "files": len(os.listdir("/proc/self/fd"))}
+        if all(counts[key] <= left[key][0] + MORE for key in counts if left[key]) or time.monotonic() > deadline:
+            break
+        time.sleep(0.01)
+    for key, count in counts.items():
+        left[key].append(count)
 
 
 @pytest.mark.slow
