@@ -5,8 +5,10 @@ Knows processes, ports and time limits; it does not know what is measured.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import random
 import re
 import signal
 import socket
@@ -31,10 +33,15 @@ def without_folders(text: str, most: int = 300) -> str:
 
 
 def free_port() -> int:
-    """A port of the loopback interface that nobody listens on."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """Return a port of the loopback interface that nobody listens on.
+
+    It is below those that the system gives to connections (from 32768): none of them takes it before it is used.
+    """
+    for port in random.SystemRandom().sample(range(10000, 30000), 100):
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise OSError("no port is free from 10000 to 30000")
 
 
 def rank_environment(rank: int, ranks: int, port: int, device: str) -> dict[str, str]:

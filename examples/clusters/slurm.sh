@@ -9,4 +9,4 @@ secret=${SHARDWELL_SECRET_FILE:-$HOME/.shardwell-secret}
 [[ -e $secret ]] || (umask 077 && openssl rand -hex 32 >"$secret")
 export SHARDWELL_SECRET_FILE=$secret
 srun shardwell run -n "${SLURM_GPUS_ON_NODE:-1}" --nnodes "$SLURM_NNODES" --master-addr "$first" \
-    --master-port $((20000 + SLURM_JOB_ID % 20000)) --max-restarts 3 "$@"
+    --master-port $((10000 + SLURM_JOB_ID % 20000)) --max-restarts 3 "$@"

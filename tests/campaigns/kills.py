@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import json
 import random
-import socket
 import subprocess
 import sys
 import tempfile
@@ -26,6 +25,7 @@ from typing import Any
 import psutil  # type: ignore[import-untyped, unused-ignore]
 import torch
 
+from benchmarks.launch import free_port
 from shardwell.checkpoint import Folder
 from shardwell.errors import CheckpointError
 from tests.campaigns.result import Result, command_line
@@ -104,7 +104,7 @@ class Job:
             commands = {"": [sys.executable, "-m", *options, *self._script]}
         else:
             commands = {str(rank): [sys.executable, *self._script] for rank in range(self.settings.ranks)}
-            life |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port()), "WORLD_SIZE": num_ranks}
+            life |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": num_ranks}
             life |= {"LOCAL_WORLD_SIZE": num_ranks}
         for rank, command in commands.items():
             env = {**environment(), **life, **({"RANK": rank, "LOCAL_RANK": rank} if rank else {})}
@@ -179,12 +179,6 @@ class Job:
 
     def leftovers(self, state: str = "*") -> list[Path]:
         return list(self.root.glob(f".*.{state}"))
-
-
-def _free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return int(free.getsockname()[1])
 
 
 def run_with_kills(job: Job) -> list[Kill]:

@@ -183,7 +183,7 @@ def slurm(tmp_path: Path) -> dict[str, str]:
         (folder / name).write_text(text)
         (folder / name).chmod(0o755)
     (tmp_path / "train.py").write_text(SCRIPT)
-    variables = {"SLURM_JOB_NODELIST": "nodes[1-2]", "SLURM_JOB_ID": str(9 + int(free_port()) % 19000)}
+    variables = {"SLURM_JOB_NODELIST": "nodes[1-2]", "SLURM_JOB_ID": str(int(free_port()) - 10000)}
     variables |= {"SLURM_NTASKS": "2", "SLURM_NNODES": "2", "SLURM_GPUS_ON_NODE": "1", "HOME": str(tmp_path)}
     return {**environment(), **variables, "PATH": f"{folder}:{os.environ['PATH']}"}
 

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousTimeoutError
 
+from benchmarks.launch import free_port
 from shardwell.cli import gate as gates
 from shardwell.cli import rendezvous as meetings
 from shardwell.cli.channel import Channel, StrangerError, admit, enter, key_of
@@ -25,12 +26,6 @@ from shardwell.secret import job_secret
 
 SECRET = b"of nobody but these tests"
 ADDRESS = "127.0.0.1"
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind((ADDRESS, 0))
-        return int(probe.getsockname()[1])
 
 
 # --------------------------------------------------------------------------------------------------------- channels

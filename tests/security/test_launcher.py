@@ -14,6 +14,7 @@ from pathlib import Path
 import psutil  # type: ignore[import-untyped, unused-ignore]
 import pytest
 
+from benchmarks.launch import free_port
 from shardwell.cli.launch import LaunchTopology, _check_secret, _own_address
 from shardwell.errors import ShardwellError
 from tests.support import preloaded
@@ -74,12 +75,6 @@ def test_a_pickle_that_is_read_is_told(tmp_path: Path, name: str) -> None:
     done = subprocess.run(command, env=poisoned(tmp_path), capture_output=True, text=True, timeout=HANG, check=False)
     assert done.stderr.endswith("a pickle was read\n")
     assert "<string>" in (tmp_path / "poisoned").read_text()
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def run_poisoned(folder: Path, *options: str, nodes: int = 1, secret: str = "") -> list[str]:
