@@ -269,13 +269,13 @@ def clock_of(root: Path) -> float:
 
 
 def age(path: Path, now: Callable[[], float] = time.time) -> float:
-    """Return the seconds since something in a directory was changed."""
+    """Return the seconds since something in a directory was changed; 0 if it is stamped with a time to come."""
     last = 0.0
     with failing(f"{path}: cannot be read"), contextlib.suppress(FileNotFoundError):
         last = os.lstat(path).st_mtime
         for name in os.listdir(path) if is_directory(path) else ():
             last = max(last, os.lstat(path / name).st_mtime)
-    return now() - last
+    return max(now() - last, 0.0)
 
 
 # --- changes ----------------------------------------------------------------------------------------------------
