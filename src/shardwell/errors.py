@@ -5,10 +5,20 @@ A message says what was found, where, what was expected and what to do about it.
 
 from __future__ import annotations
 
+import re
 
-def printable(text: str) -> str:
-    """Return the text with lone surrogates and NUL as escapes."""
-    return text.encode("utf-8", "backslashreplace").decode().replace("\0", "\\0")
+# what moves the cursor, changes the colours or the title of a terminal, or turns the direction of what follows
+_CONTROL = re.compile("[\0-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]")
+
+
+def printable(text: str, *, one_line: bool = False) -> str:
+    """Return the text with lone surrogates and control characters as escapes; those of lines stay."""
+    text = _CONTROL.sub(_escape, text.encode("utf-8", "backslashreplace").decode())
+    return text.replace("\t", "\\t").replace("\n", "\\n") if one_line else text
+
+
+def _escape(found: re.Match[str]) -> str:
+    return "\\0" if found[0] == "\0" else found[0].encode("unicode_escape").decode()
 
 
 class ShardwellError(RuntimeError):

@@ -107,6 +107,75 @@ def swap_files(folder: Path, draw: random.Random) -> str:
     return f"{one.name} and {other.name} changed places"
 
 
+def shift(folder: Path, draw: random.Random) -> str:
+    """Bytes are missing or there twice, and the size is right: what two writers of one file leave, or a bad resume."""
+    path = draw.choice(data_of(folder))
+    content = path.read_bytes()
+    at, by = draw.randrange(len(content)), draw.choice([1, 2, 4, 8, 256, PAGE])
+    moved = content[:at] + (content[at + by :] + bytes(by) if draw.random() < 0.5 else bytes(by) + content[at:])
+    path.write_bytes(moved[: len(content)].ljust(len(content), b"\0"))
+    return f"bytes from {at} of {path.name} shifted by {by}"
+
+
+def empty_end(folder: Path, draw: random.Random) -> str:
+    """A file whose size was written and whose bytes were not, as after a loss of power."""
+    path = draw.choice(files_of(folder))
+    size = path.stat().st_size
+    os.truncate(path, keep := draw.randrange(size))
+    os.truncate(path, size)
+    return f"{path.name} is a hole from byte {keep}"
+
+
+def copy_in_part(folder: Path, draw: random.Random) -> str:
+    """A copy that still goes on: some files are whole, some have rsync's names, some are of a later checkpoint."""
+    done, paths = [], files_of(folder)
+    for path in draw.sample(paths, draw.randrange(1, len(paths) + 1)):
+        other = folder.parent.parent / "other" / folder.name / path.name
+        kind = draw.choice(["hidden", "cut", "other", "away"])
+        if kind == "hidden":
+            path.rename(path.with_name(f".{path.name}.Ab3xYz"))
+        elif kind == "cut":
+            os.truncate(path, draw.randrange(path.stat().st_size))
+        elif kind == "other" and other.exists() and path.name != "manifest.json":
+            shutil.copyfile(other, path)
+        else:
+            path.unlink()
+        done.append(f"{path.name} {kind}")
+    return "copied in part: " + ", ".join(done)
+
+
+def manifest_of_another(folder: Path, draw: random.Random) -> str:
+    """The manifest of the checkpoint beside this one, alone or with some of its files; never with all of them."""
+    other = folder.parent.parent / "other" / folder.name
+    if not other.exists():
+        return flip_in_manifest(folder, draw)
+    names = [path.name for path in data_of(folder)]
+    taken = draw.sample(names, draw.randrange(len(names)))
+    for name in ["manifest.json", *taken]:
+        shutil.copyfile(other / name, folder / name)
+    return f"manifest.json, {', '.join(taken)} are those of another checkpoint"
+
+
+def link_together(folder: Path, draw: random.Random) -> str:
+    """Two names for one file, as tools that look for equal files make them."""
+    paths = data_of(folder)
+    if len(paths) < 2:
+        return flip_in_data(folder, draw)
+    one, other = draw.sample(paths, 2)
+    one.unlink()
+    os.link(other, one)
+    return f"{one.name} is a hard link to {other.name}"
+
+
+def write_twice(folder: Path, draw: random.Random) -> str:
+    """A key of the manifest is there twice; a reader that takes the last one takes the wrong one."""
+    path = folder / "manifest.json"
+    text = path.read_text()
+    key = draw.choice(["tensors", "files", "values", "version", "checksum"])
+    path.write_text(f'{text.rstrip()[:-1]},"{key}":{json.dumps(draw.choice(WRONG))}}}')
+    return f"{key} is written twice"
+
+
 def remove(folder: Path, draw: random.Random) -> str:
     path = draw.choice(files_of(folder))
     path.unlink()
@@ -187,6 +256,12 @@ OWN: dict[str, tuple[Mutation, int]] = {  # and how often each is chosen
     "a misplaced page": (misplace_a_page, 3),
     "a file of another checkpoint": (take_from_another, 2),
     "files that changed places": (swap_files, 1),
+    "shifted bytes": (shift, 2),
+    "a hole at the end": (empty_end, 1),
+    "half a copy": (copy_in_part, 2),
+    "the manifest of another checkpoint": (manifest_of_another, 2),
+    "one file by two names": (link_together, 1),
+    "a key that is there twice": (write_twice, 1),
     "a file less": (remove, 1),
     "no file": (replace, 1),
     "latest": (odd_latest, 1),

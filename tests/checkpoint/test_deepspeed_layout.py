@@ -178,6 +178,22 @@ def test_the_universal_format_as_deepspeed_writes_it_at_stage_3_is_read(tmp_path
     assert_same(everything(tmp_path / "universal")[0], truth("stage3-bf16")[0])
 
 
+@pytest.mark.parametrize("key", ["fp32", "exp_avg"])
+def test_a_file_of_another_parameter_with_as_many_elements_is_refused_by_its_shape(tmp_path: Path, key: str) -> None:
+    with closing(open_source(FOLDER / "stage2-bf16")) as source:
+        to_universal(source, tmp_path / "universal")
+    file = next(
+        file
+        for file in sorted((tmp_path / "universal" / "zero").glob(f"*/{key}.pt"))
+        if torch.load(file, weights_only=True)["param"].dim() == 2
+    )
+    content = torch.load(file, weights_only=True)
+    rows, columns = content["param"].shape
+    torch.save({**content, "param": content["param"].reshape(rows * columns // 2, 2, 1)}, file)
+    with pytest.raises(CheckpointError, match=rf"{key}\.pt: has the shape .* is it the file of another parameter"):
+        open_source(tmp_path / "universal")
+
+
 def test_files_are_plain_for_every_reader_but_for_the_scaler_that_stage_3_demands(tmp_path: Path) -> None:
     save(tmp_path / "own", 3)
     for stage in (2, 3):

@@ -254,6 +254,22 @@ def test_a_leftover_of_who_cannot_be_asked_stays_for_an_hour(folder: Folder) -> 
     assert folder.clean() == [elsewhere.name, unmarked.name]
 
 
+def test_a_leftover_is_as_old_as_the_file_system_says(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Clocks of machines and of file servers may be hours apart; what another machine saves is not old then."""
+    save(folder, "a", 1)
+    elsewhere, dead = folder.begin("elsewhere"), folder.begin("dead")
+    abandon(folder)
+    for path in (elsewhere, dead):
+        (path / ".lock").write_text("shardwell another-boot")
+    now = time.time()
+    for path in (dead / ".lock", dead):
+        os.utime(path, (now - 4000, now - 4000))
+    for skew in (9000, -9000):
+        monkeypatch.setattr(time, "time", lambda skew=skew: now + skew)
+        assert folder.clean() == ([dead.name] if skew > 0 else [])
+    assert elsewhere.is_dir()
+
+
 def test_a_name_that_a_crash_kept_from_its_place_is_gone_after_seconds(folder: Folder) -> None:
     save(folder, "a", 1)
     left = folder.root / f".latest.{'0' * 16}.partial"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import pickle
 import random
@@ -84,6 +85,24 @@ def test_so_is_one_in_a_file_of_torch(what: str, tmp_path: Path) -> None:
         archive.writestr("archive/version", "3\n")
     with pytest.raises(CheckpointError):
         load_torch(tmp_path / "file.pt")
+
+
+@pytest.mark.parametrize("name", ["archive/Data.pkl", "archive/DATA.PKL", "other/data.pkl/"])
+@pytest.mark.parametrize("comes_first", [True, False])
+def test_the_pickle_that_is_looked_through_is_the_one_that_torch_reads(
+    tmp_path: Path, name: str, comes_first: bool
+) -> None:
+    """Torch's reader of archives ignores case; which of two names it takes depends on how many others there are."""
+    torch.save({"a": 1, "b": torch.ones(3)}, tmp_path / "good.pt")
+    with zipfile.ZipFile(tmp_path / "good.pt") as archive:
+        root = archive.namelist()[0].partition("/")[0]
+        honest = [(one.replace(root, "archive", 1), archive.read(one)) for one in archive.namelist()]
+    hidden = [(name, PROTO + b"}" + as_text("a") + b"K\x02s.")]
+    with zipfile.ZipFile(tmp_path / "file.pt", "w") as archive:
+        for one, content in [*hidden, *honest] if comes_first else [*honest, *hidden]:
+            archive.writestr(one, content)
+    with contextlib.suppress(CheckpointError):
+        assert load_torch(tmp_path / "file.pt")["a"] == 1
 
 
 def test_a_list_that_grew_inside_others_has_no_end() -> None:

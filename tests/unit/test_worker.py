@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -202,6 +203,31 @@ begun.wait()
 """
     found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=HANG, check=True)
     assert found.stdout == "done\n"
+
+
+def test_a_process_ends_whose_dropped_work_would_have_freed_what_other_work_waits_for(tmp_path: Path) -> None:
+    script = """
+import sys, threading, torch
+from shardwell.memory import MemoryStats
+from tests.support.disk_engines import settings
+from shardwell.offload.disk import DiskTier
+from shardwell.offload.swapped_tensors import SwappedTensors
+from shardwell.offload.worker import Worker
+tier = DiskTier([sys.argv[1]], settings())
+swapped = SwappedTensors(tier, MemoryStats(), "unit")
+swapped.register([torch.arange(2000.0)])
+taken, worker, shut = threading.Event(), Worker("reader"), Worker("updates", gate=threading.Semaphore(0))
+first, memory = tier.memory(swapped.num_bytes), tier.memory(swapped.num_bytes)
+for transfer in swapped.swap_in_to(first):
+    transfer.wait()
+shut.submit(lambda: swapped.swap_out(changed=False))  # which is dropped
+worker.submit(lambda: (taken.set(), swapped.swap_in_to(memory)))
+taken.wait()
+print("trained", flush=True)
+"""
+    command = [sys.executable, "-c", script, str(tmp_path)]
+    found = subprocess.run(command, capture_output=True, text=True, timeout=soon(60), check=True)
+    assert found.stdout == "trained\n"
 
 
 def test_who_waits_for_work_that_is_dropped_hears_so() -> None:

@@ -16,7 +16,7 @@ import secrets
 import shutil
 import stat
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -185,16 +185,21 @@ def close(descriptor: int) -> None:
         os.close(descriptor)
 
 
-def is_abandoned(path: Path, *, older_than: float = 0.0, marked: bool = False) -> bool:
-    """Tell whether a directory has no writer any more. With `marked`, it must have the lock file of a writer."""
-    if age(path) < older_than:
+def is_abandoned(
+    path: Path, *, older_than: float = 0.0, marked: bool = False, now: Callable[[], float] = time.time
+) -> bool:
+    """Tell whether a directory has no writer any more. With `marked`, it must have the lock file of a writer.
+
+    `now` is the clock that stamps files there.
+    """
+    if age(path, now) < older_than:
         return False
     if not is_directory(path):  # a temporary file; or a link, which is never work in progress
-        return not marked and (path.is_symlink() or age(path) >= _BRIEF_SILENCE)
+        return not marked and (path.is_symlink() or age(path, now) >= _BRIEF_SILENCE)
     try:
         descriptor = os.open(path / LOCK, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError:  # one that is empty lost its writer between making and locking it
-        return not marked and age(path) >= (_BEGINNING if _names_in(path) == [] else SILENCE)
+        return not marked and age(path, now) >= (_BEGINNING if _names_in(path) == [] else SILENCE)
     try:
         content = os.read(descriptor, 200)
         if content in (b"", _system(descriptor)):
@@ -202,14 +207,14 @@ def is_abandoned(path: Path, *, older_than: float = 0.0, marked: bool = False) -
             if content:
                 return True
             if _names_in(path) == [LOCK]:  # it lost its writer while it was locked
-                return age(path) >= _BEGINNING
+                return age(path, now) >= _BEGINNING
     except BlockingIOError:
         return False
     except OSError:
         pass
     finally:
         close(descriptor)
-    return age(path) >= SILENCE
+    return age(path, now) >= SILENCE
 
 
 def _names_in(path: Path) -> list[str] | None:
@@ -254,14 +259,23 @@ def _system(descriptor: int) -> bytes:
     return f"shardwell {system} {os.fstat(descriptor).st_dev}".encode()
 
 
-def age(path: Path) -> float:
-    """Return the seconds since something in a directory was changed."""
+def clock_of(root: Path) -> float:
+    """Return the time by the clock that stamps files in a folder: a file server's may differ from this machine's."""
+    try:
+        os.utime(root)
+        return os.stat(root).st_mtime
+    except OSError:
+        return time.time()
+
+
+def age(path: Path, now: Callable[[], float] = time.time) -> float:
+    """Return the seconds since something in a directory was changed; 0 if it is stamped with a time to come."""
     last = 0.0
     with failing(f"{path}: cannot be read"), contextlib.suppress(FileNotFoundError):
         last = os.lstat(path).st_mtime
         for name in os.listdir(path) if is_directory(path) else ():
             last = max(last, os.lstat(path / name).st_mtime)
-    return time.time() - last
+    return max(now() - last, 0.0)
 
 
 # --- changes ----------------------------------------------------------------------------------------------------

@@ -25,6 +25,7 @@ import secrets
 import time
 import warnings
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 from shardwell.checkpoint import directory
@@ -242,6 +243,7 @@ class Folder:
         those that would be removed.
         """
         removed = []
+        now = time.time if dry_run else partial(directory.clock_of, self.root)
         for name, path in self._list():
             match = _TEMPORARY.fullmatch(name)
             if match is None or not _is_tag(match["tag"], but=LATEST):
@@ -250,7 +252,9 @@ class Folder:
             if state == "aside" and self._find(tag) == path:
                 if not dry_run:
                     self._move_back(path, tag)
-            elif state != "partial" or name in _GIVEN_UP or directory.is_abandoned(path, older_than=older_than):
+            elif (
+                state != "partial" or name in _GIVEN_UP or directory.is_abandoned(path, older_than=older_than, now=now)
+            ):
                 if not dry_run:
                     self._remove(path, tag)
                     _GIVEN_UP.discard(name)

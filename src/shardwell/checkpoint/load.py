@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwell.checkpoint.boxes import Box, Region, order_of, reordered, stride_in_order
+from shardwell.checkpoint.narrowing import check_holds, holds_all
 from shardwell.checkpoint.rank_contents import aliases_of, buffers_of, is_part
 from shardwell.checkpoint.reader import allocate_flat
 from shardwell.checkpoint.sources import MODEL, SCALAR, STATE, ShardwellSource, Source
@@ -48,6 +49,7 @@ class ReadRequest:
     start: int  # in the parameter
     numel: int
     at: int = field(compare=False)  # in the destination
+    dtype: torch.dtype = field(compare=False)  # of the destination
 
 
 class StoredModel:
@@ -232,23 +234,31 @@ class CheckpointLoader:
             for piece in run.pieces:
                 found = self._stock.find(piece.slot.name)
                 if found is not None:
-                    yield ReadRequest(MODEL + found, piece.slot, piece.in_parameter, piece.numel, piece.in_shard)
+                    where = (piece.in_parameter, piece.numel, piece.in_shard)
+                    yield ReadRequest(MODEL + found, piece.slot, *where, group.precision.master)
 
     def _buffer_request(self, name: str, buffer: Tensor) -> Iterator[ReadRequest]:
         found = self._stock.find(name)
         if found is not None:
             shape = tuple(buffer.shape)
             slot = Slot(name, shape, contiguous_stride(shape), 0, buffer.numel())
-            yield ReadRequest(MODEL + found, slot, 0, slot.numel, 0)
+            yield ReadRequest(MODEL + found, slot, 0, slot.numel, 0, buffer.dtype)
 
     def _state_requests(self, shard: ParamSlice, key: str) -> Iterator[ReadRequest]:
+        dtype = self._dtype_of(shard, key)
         for piece in shard.pieces:
             if key in self._stock.keys(piece.slot.name):
                 name = self._stock.state(piece.slot.name, key)
-                yield ReadRequest(name, piece.slot, piece.in_parameter, piece.numel, piece.in_shard - shard.start)
+                where = (piece.in_parameter, piece.numel, piece.in_shard - shard.start)
+                yield ReadRequest(name, piece.slot, *where, dtype)
 
     def _read(self, request: ReadRequest) -> Tensor:
-        """Return the slice as 1D, in the parameter's own memory order."""
+        """Return the slice as 1D, in the parameter's own memory order; raise if its destination cannot hold a value."""
+        flat = self._read_stored(request)
+        check_holds(flat, request.dtype, f"{self._source.where}: '{request.name}'")
+        return flat
+
+    def _read_stored(self, request: ReadRequest) -> Tensor:
         stored = self._source.tensors[request.name]
         if is_part(request.slot):
             flat = allocate_flat(request.numel, stored.dtype, self._source.where)
@@ -293,7 +303,9 @@ class CheckpointLoader:
             at += one.numel
 
     def _read_into(self, request: ReadRequest, flat: Tensor) -> None:
-        if is_part(request.slot):
+        if not holds_all(self._source.tensors[request.name].dtype, request.dtype):
+            flat.copy_(self._read(request))
+        elif is_part(request.slot):
             self._read_box_into(request, self._source.tensors[request.name], flat)
         elif _same_order(request.slot, self._source.tensors[request.name].order):
             into(self._source, request.name, request.start, flat)

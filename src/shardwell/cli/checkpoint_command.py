@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.table import Table
-from rich.text import Text
 
 from shardwell.cli import export_command
 from shardwell.cli.checkpoint_console import (
@@ -20,6 +19,7 @@ from shardwell.cli.checkpoint_console import (
     end_if_damaged,
     num_bytes,
     opened,
+    shown,
 )
 from shardwell.cli.examples import Command, Group, epilog
 from shardwell.errors import CheckpointError
@@ -67,15 +67,15 @@ def inspect(
         typer.echo(json.dumps(content, indent=2, default=str))
         return
     console = console_of_stdout()
-    table = Table(title=Text(facts["path"]), show_header=False)
+    table = Table(title=shown(facts["path"]), show_header=False)
     for key, value in facts.items():
         if key != "path" and value not in (None, []):
-            table.add_row(key.replace("_", " "), Text(_words(key, value)))
+            table.add_row(key.replace("_", " "), shown(_words(key, value)))
     console.print(table)
     if tensors:
         table = Table("tensor", "dtype", "shape", "bytes")
         for name, dtype, shape, num_bytes in listed:
-            table.add_row(Text(name), dtype, "×".join(map(str, shape)) or "·", human(num_bytes))
+            table.add_row(shown(name), dtype, "×".join(map(str, shape)) or "·", human(num_bytes))
         console.print(table)
     if config:
         typer.echo(json.dumps(values.get("config"), indent=2))
@@ -93,7 +93,7 @@ def verify(path: CheckpointPath, tag: CheckpointTag = None) -> None:
             with bar("verify", num_bytes(source)) as told:
                 end_if_damaged(list(unreadable(source, told)))
             good = f"{path}: {len(source.tensors)} tensors can be read; {kind_of(source)} has no checksums"
-    console_of_stdout().print(Text(good), soft_wrap=True)
+    console_of_stdout().print(shown(good), soft_wrap=True)
 
 
 @app.command("diff", cls=Command, epilog=epilog("diff"))
@@ -142,9 +142,9 @@ def prune(
     left = folder.clean(_LEFTOVER_AGE, dry_run)
     console = console_of_stdout()
     for name in [*removed, *left]:
-        console.print(Text(f"{'would remove' if dry_run else 'removed'} {name}"))
+        console.print(shown(f"{'would remove' if dry_run else 'removed'} {name}"))
     kept = [tag for tag in folder.tags() if tag not in removed]
-    console.print(Text(f"kept {', '.join(kept)}"), soft_wrap=True)
+    console.print(shown(f"kept {', '.join(kept)}"), soft_wrap=True)
 
 
 # --- shared by the commands -------------------------------------------------------------------------------------
@@ -205,15 +205,15 @@ def _show_comparison(found: Comparison, one: Source, two: Source) -> None:
                 numbers = (f"{tensor.num_differ:,}", f"{tensor.absolute:.3g}", f"{tensor.relative:.3g}")
             shapes = ["×".join(map(str, shape)) or "·" for shape in tensor.shapes]
             dtypes = [str(dtype).removeprefix("torch.") for dtype in tensor.dtypes]
-            table.add_row(Text(tensor.name), _pair(shapes), _pair(dtypes), *numbers)
+            table.add_row(shown(tensor.name), _pair(shapes), _pair(dtypes), *numbers)
         console.print(table)
     for names, where in ((found.only_first, one.where), (found.only_second, two.where)):
         for name in names:
-            console.print(Text(f"only in {where}: {name}"), soft_wrap=True)
+            console.print(shown(f"only in {where}: {name}"), soft_wrap=True)
     for key in found.values:
         sides = [json.dumps(side.values[key], default=str) if key in side.values else "nothing" for side in (one, two)]
         sides = [text if len(text) <= 60 else f"{text[:57]}..." for text in sides]
-        console.print(Text(f"{key}: {' and '.join(sides)}"), soft_wrap=True)
+        console.print(shown(f"{key}: {' and '.join(sides)}"), soft_wrap=True)
     console.print(f"{found.num_same} tensors are the same, {len(found.tensors)} differ")
 
 

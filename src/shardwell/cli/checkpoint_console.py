@@ -13,6 +13,8 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn, TransferSpeedColumn
 from rich.text import Text
 
+from shardwell.errors import printable
+
 if TYPE_CHECKING:
     from shardwell.checkpoint.sources import Source
     from shardwell.checkpoint.sources.reading import Progress as Told
@@ -23,6 +25,11 @@ CheckpointPath = Annotated[
     Path, typer.Argument(metavar="PATH", help="A checkpoint of any kind, or a folder of checkpoints.")
 ]
 CheckpointTag = Annotated[str | None, typer.Option("--tag", help="Which one of a folder; without it, the latest.")]
+
+
+def shown(text: str, style: str = "") -> Text:
+    """Return text with names from files as one line that can do nothing to a terminal."""
+    return Text(printable(text, one_line=True), style=style)
 
 
 @contextmanager
@@ -55,7 +62,7 @@ def check_own(path: Path, tag: str | None) -> str | None:
 
 def end_if_damaged(found: list[str]) -> None:
     for one in found:
-        Console(stderr=True).print(Text(f"damaged: {one}", style="red"), soft_wrap=True)
+        Console(stderr=True).print(shown(f"damaged: {one}", "red"), soft_wrap=True)
     if found:
         raise typer.Exit(1)
 
@@ -67,7 +74,7 @@ def printing_warnings() -> Iterator[None]:
         warnings.simplefilter("always", UserWarning)
         yield
     for message in dict.fromkeys(str(one.message) for one in caught):
-        Console(stderr=True).print(Text(f"warning: {message}", style="yellow"), soft_wrap=True)
+        Console(stderr=True).print(shown(f"warning: {message}", "yellow"), soft_wrap=True)
 
 
 @contextmanager

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.text import Text
 
 from shardwell.cli.checkpoint_console import (
     CheckpointPath,
@@ -19,6 +18,7 @@ from shardwell.cli.checkpoint_console import (
     num_bytes,
     opened,
     printing_warnings,
+    shown,
 )
 from shardwell.errors import CheckpointError
 
@@ -103,7 +103,7 @@ def export(
         _convert(path, tag, out, form, max_file_size, ranks, stage)
     else:
         _to_safetensors(path, tag, out, dtype, max_file_size, merge, tokenizer, quantize)
-    console_of_stdout().print(Text(f"written: {out}"), soft_wrap=True)
+    console_of_stdout().print(shown(f"written: {out}"), soft_wrap=True)
 
 
 def zero_to_fp32(
@@ -143,7 +143,7 @@ def zero_to_fp32(
         with bar("zero-to-fp32", num_bytes(source, MODEL)) as told:
             files = write_weights(weights, output_dir, max_file_bytes=limit, as_safetensors=safe, progress=told)
     for file in files:
-        console_of_stdout().print(Text(f"written: {file}"), soft_wrap=True)
+        console_of_stdout().print(shown(f"written: {file}"), soft_wrap=True)
 
 
 def ds_to_universal(path: CheckpointPath, out: _Out, tag: CheckpointTag = None, check: _Verify = True) -> None:
@@ -154,7 +154,7 @@ def ds_to_universal(path: CheckpointPath, out: _Out, tag: CheckpointTag = None, 
     if check:
         check_own(path, tag)
     _convert(path, tag, out, ExportFormat.universal, "5GB", None, None)
-    console_of_stdout().print(Text(f"written: {out}"), soft_wrap=True)
+    console_of_stdout().print(shown(f"written: {out}"), soft_wrap=True)
 
 
 def _refuse(given: Mapping[str, object], form: ExportFormat, only: ExportFormat) -> None:

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from shardwell.checkpoint.described_values import check_counters
 from shardwell.checkpoint.parsing import show
+from shardwell.engine.checkpoint_groups import check_order, check_schedule
 from shardwell.engine.checkpoint_values import module_of_extra, random_state, restore_schedule, set_random_state
 from shardwell.errors import CheckpointError
 from shardwell.optim import ShardedOptimizer
@@ -51,11 +52,17 @@ def _check_values(engine: Engine, values: Mapping[str, Any], with_optimizer: boo
     optimizer = engine.optimizer if with_optimizer else None
     if optimizer is not None and values.get("optimizer"):
         _check_groups(optimizer, values["optimizer"])
+    has_schedule = with_scheduler and engine.lr_scheduler is not None and bool(values.get("scheduler"))
+    if engine.optimizer is not None and (with_optimizer or has_schedule):
+        check_order(engine.optimizer, values.get("optimizer"))
     if engine._precision.loss_scale.is_on and values.get("loss_scale"):
         _check_scale(values["loss_scale"])
-    if with_scheduler and engine.lr_scheduler is not None and values.get("scheduler"):
+    if has_schedule:
         with _schedule_kept(engine), _naming("scheduler"):
-            _check_numbers(engine.lr_scheduler.state_dict(), values["scheduler"])
+            now = engine.lr_scheduler.state_dict()
+            _check_numbers(now, values["scheduler"])
+            if engine.optimizer is not None:
+                check_schedule(now, values["scheduler"], len(engine.optimizer.param_groups))
             restore_schedule(engine.lr_scheduler, copy.deepcopy(values["scheduler"]), warns=False)
     for key, state in values.get("extra", {}).items():
         _try_extra(engine, key, state)

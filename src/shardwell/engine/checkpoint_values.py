@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwell.checkpoint.sources import Source
+from shardwell.engine.checkpoint_groups import warn_of_moved
 from shardwell.errors import CheckpointError
 from shardwell.json_values import encode
 from shardwell.optim import ShardedOptimizer
@@ -40,6 +41,12 @@ def restore_values(engine: Engine, values: dict[str, Any], with_optimizer: bool,
             _restore_groups(engine.optimizer, values["optimizer"])
     if with_scheduler and engine.lr_scheduler is not None and values.get("scheduler"):
         restore_schedule(engine.lr_scheduler, values["scheduler"])
+    elif with_scheduler and engine.lr_scheduler is not None and engine.global_steps:
+        warnings.warn(
+            f"the checkpoint of step {engine.global_steps} holds nothing of a schedule: "
+            f"{type(engine.lr_scheduler).__name__} stays at its place, and does not begin at that step",
+            stacklevel=2,
+        )
     if engine._precision.loss_scale.is_on and values.get("loss_scale"):
         engine._precision.loss_scale.load_state_dict(values["loss_scale"])
     if engine.training_dataloader is not None and values.get("loader"):
@@ -117,6 +124,7 @@ def _restore_groups(optimizer: ShardedOptimizer, saved: dict[str, Any]) -> None:
             stacklevel=2,
         )
         return
+    warn_of_moved(optimizer, saved)
     for group, values in zip(optimizer.param_groups, groups, strict=True):
         group.update({key: value for key, value in values.items() if key != "params"})
 

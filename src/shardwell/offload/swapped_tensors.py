@@ -20,6 +20,7 @@ from shardwell.memory import MemoryStats, StateKind, Tier
 from shardwell.memory.virtual_streams import gate
 from shardwell.offload.disk import DiskExtent, DiskTier, DiskTransfer
 from shardwell.offload.disk_file import rounded
+from shardwell.offload.worker import is_ended
 
 _TIMEOUT = 0.002  # seconds
 
@@ -228,6 +229,8 @@ class SwappedTensors:
         while not self._is_free.acquire(timeout=_TIMEOUT):
             if (reclaim := self.reclaim) is not None:
                 reclaim()
+            elif is_ended():
+                raise ShardwellError(f"{self._unit or '(root)'}: in use, and the engine is gone")
 
     def _item(self, tensor: Tensor) -> _Item:
         extent = self._tier.allocate(tensor.numel() * tensor.element_size())

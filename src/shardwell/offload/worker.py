@@ -190,6 +190,11 @@ class _Agenda:
             task.ticket.fail(ShardwellError("the engine is gone, and with it what it had still to do"))
 
     @property
+    def is_over(self) -> bool:
+        """Whether `end` was called."""
+        return self._is_over
+
+    @property
     def has_tasks(self) -> bool:
         """Whether there are tasks that have not begun."""
         return bool(self._tasks)
@@ -348,6 +353,7 @@ class Worker:
 
 
 def _serve(agenda: _Agenda, cores: Sequence[int] | None, gate: threading.Semaphore | None) -> None:
+    _own.agenda = agenda
     if cores is not None:
         stay_on(cores)
     while True:
@@ -361,6 +367,17 @@ def _serve(agenda: _Agenda, cores: Sequence[int] | None, gate: threading.Semapho
         del task  # what it holds must not outlive it here
 
 
+def is_ended() -> bool:
+    """Return whether this thread is that of a worker that has ended.
+
+    What its task waits for may never come then: tasks that had not begun were dropped, and with them what they would
+    have released.
+    """
+    agenda: _Agenda | None = getattr(_own, "agenda", None)
+    return agenda is not None and agenda.is_over
+
+
+_own = threading.local()  # `agenda`: that of the worker whose thread this is
 _places = itertools.count()  # in which order workers were made
 _threads: dict[threading.Thread, tuple[_Agenda, threading.Semaphore | None]] = {}  # threads that have not ended
 

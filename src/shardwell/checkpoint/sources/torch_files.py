@@ -113,7 +113,10 @@ def _pickle_in(path: Path) -> bytes:
             if len(pickles) == 1 and all(record.compress_type == zipfile.ZIP_STORED for record in records):
                 if pickles[0].file_size > _MOST_PICKLE:
                     raise ValueError(f"a pickle of {pickles[0].file_size} bytes; expected at most {_MOST_PICKLE}")
-                return archive.read(pickles[0])
+                found = archive.read(pickles[0])
+                if torch._C.PyTorchFileReader(str(path)).get_record("data.pkl") != found:  # it ignores case, for one
+                    raise ValueError("it has a second pickle, which torch would read")
+                return found
     except Exception as error:  # an archive that is wrong can fail in any way
         raise CheckpointError(f"{path}: truncated, damaged, or no file of torch.save ({error})") from error
     raise CheckpointError(f"{path}: expected one pickle and no compression, as torch.save writes them")

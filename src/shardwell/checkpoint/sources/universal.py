@@ -57,6 +57,11 @@ def add_parameters(
             tensor = value.get(PARAM) if isinstance(value, dict) else value
             if not isinstance(tensor, Tensor) or tensor.numel() != product(shape):
                 raise CheckpointError(f"{path}: expected a tensor of {product(shape)} elements, found {_words(tensor)}")
+            if tensor.dim() > 1 and tuple(tensor.shape) != tuple(shape):
+                raise CheckpointError(
+                    f"{path}: has the shape {show(tuple(tensor.shape))}, and {show(name)} has {show(tuple(shape))}; "
+                    "is it the file of another parameter?"
+                )
             full = MODEL + name if key == MASTER else f"{STATE}{name}/{key}"
             flat = tensor.detach().reshape(-1)
             if flat.nbytes > path.stat().st_size:
