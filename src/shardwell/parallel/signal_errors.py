@@ -1,7 +1,7 @@
 """Errors that a handler of a signal raises in the middle of a wait: they say nothing about other ranks.
 
-torch's DataLoader has such a handler, which raises a RuntimeError where a worker was killed: the class of error by which
-collectives and the store tell that a peer is gone.
+torch's DataLoader has such a handler, which raises a RuntimeError where a worker was killed: collectives and the store
+tell that a peer is gone by the same class of error.
 """
 
 from __future__ import annotations
