@@ -13,7 +13,7 @@ import pytest
 import torch.distributed as dist
 
 from shardwell.checkpoint import Folder
-from shardwell.errors import CheckpointError
+from shardwell.errors import CheckpointError, ShardwellError
 from tests.support.checkpoint_engines import CASE, alone, step
 from tests.support.checkpoint_legs import Leg
 from tests.support.internals import locks_of
@@ -77,6 +77,24 @@ def test_no_path_is_refused_in_one_sentence(tmp_path: Path, monkeypatch: pytest.
         with pytest.raises(CheckpointError, match=f"{argument}={place!r}: expected the path of a folder"):
             call(place)
     assert not os.listdir(tmp_path)
+
+
+@pytest.mark.parametrize("place", ["", None, 5])
+def test_weights_from_no_path_are_refused_in_one_sentence(place: Any) -> None:
+    with pytest.raises(CheckpointError, match="expected the path of a folder or file of weights"):
+        alone().load_model(place)
+
+
+def test_a_state_that_is_no_mapping_is_refused_in_one_sentence() -> None:
+    for given in (None, 5, "weights.pt"):
+        with pytest.raises(ShardwellError, match=f"got a {type(given).__name__}"):
+            alone().load_state_dict(given)  # type: ignore[arg-type]
+
+
+def test_a_folder_may_have_a_name_that_is_no_text(tmp_path: Path) -> None:
+    engine, folder = alone(), os.fsdecode(os.fsencode(tmp_path) + b"/caf\xe9")  # in Latin 1, as old disks have names
+    engine.save_checkpoint(folder, "one")
+    assert engine.load_checkpoint(folder)[0] is not None
 
 
 def test_a_file_is_no_place_for_checkpoints(tmp_path: Path) -> None:

@@ -139,6 +139,37 @@ def _alive(pids: list[int]) -> list[int]:
     return [process.pid for process in alive]
 
 
+LEAVE = """
+import os, sys, torch, shardwell
+model = torch.nn.Linear(4, 4)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+engine = shardwell.initialize(model=model, optimizer=optimizer, config={"zero_optimization": {"stage": 2}}).engine
+for step in range(3):
+    if step == 2 and os.environ["RANK"] == "1":
+        exec(sys.argv[1])
+    engine.backward(engine(torch.ones(1, 4)).sum())
+    engine.step()
+"""
+
+
+@pytest.mark.parametrize(
+    ("how", "code", "words"),
+    [
+        ("raise KeyboardInterrupt", 130, "rank 1 ended with KeyboardInterrupt after 2 batches"),
+        ("sys.exit(3)", 3, "rank 1 ended with SystemExit (3) after 2 batches"),
+        ("raise ValueError('spoilt')", 1, "rank 1 ended with ValueError (spoilt) after 2 batches"),
+    ],
+)
+def test_a_rank_that_leaves_in_the_scripts_own_code_is_not_said_to_have_finished(
+    script: Path, how: str, code: int, words: str
+) -> None:
+    script.write_text(LEAVE)
+    result = shardwell("run", "-n", "2", script, how)
+    assert result.returncode == code, result.stderr
+    assert "rank 1 failed first" in result.stderr
+    assert words in result.stderr
+
+
 def test_ctrl_c_ends_all_ranks_promptly(script: Path) -> None:
     script.write_text(SLEEP)
     code, pids, seconds = _interrupt(arguments("run", "-n", "2", script, script.parent), script.parent, signal.SIGINT)

@@ -110,12 +110,12 @@ def test_who_gives_up_leaves_a_thread_behind_that_serves_others_no_more() -> Non
 
 
 @contextlib.contextmanager
-def alarm_after(seconds: float, rings: Callable[[], object]) -> Iterator[None]:
-    """A signal whose handler raises a TimeoutError, as that of Ctrl-C raises a KeyboardInterrupt."""
+def alarm_after(seconds: float, rings: Callable[[], object], raises: type[Exception] = TimeoutError) -> Iterator[None]:
+    """A signal whose handler raises an error, as that of Ctrl-C raises a KeyboardInterrupt."""
 
     def alarm(*_: Any) -> None:
         rings()
-        raise TimeoutError
+        raise raises
 
     before = signal.signal(signal.SIGALRM, alarm)
     try:
@@ -140,7 +140,7 @@ def test_waiting_for_the_others_can_be_interrupted(monkeypatch: pytest.MonkeyPat
     stuck.over.set()
 
 
-def interrupted(sends: str, grace: float) -> dict[str, Any]:
+def interrupted(sends: str, grace: float, raises: type[Exception]) -> dict[str, Any]:
     """A signal on rank 0, that waits for rank 1; what its memory was is used for something else then."""
     comm, store = routes(), dist.distributed_c10d._get_default_store()
     waited(comm, torch.zeros(2))
@@ -149,10 +149,12 @@ def interrupted(sends: str, grace: float) -> dict[str, Any]:
         return waited(comm, torch.full((1 << 20,), 5.0)) | waited(comm, torch.full((1 << 20,), 5.0))
     flat = torch.zeros(1 << 20)
     gathering = comm.all_gather(flat, "GATHER all")
-    with pytest.MonkeyPatch.context() as patch, alarm_after(1.0, lambda: store.set("the alarm rings", "")):
+    alarm = alarm_after(1.0, lambda: store.set("the alarm rings", ""), raises)
+    with pytest.MonkeyPatch.context() as patch, alarm:
         patch.setattr(transport, "_GRACE", grace)
-        with pytest.raises(TimeoutError):
+        with pytest.raises(raises) as caught:
             gathering.wait()
+        assert type(caught.value) is raises
     had_come = bool((flat[1 << 19 :] == 5.0).all())
     flat.fill_(7.0)
     store.set("rank 0 has given up", "")
@@ -161,12 +163,17 @@ def interrupted(sends: str, grace: float) -> dict[str, Any]:
     return {"had come": had_come, **waited(comm, torch.zeros(1 << 20))}
 
 
-def test_an_interrupted_wait_leaves_nobody_behind_who_writes_to_its_memory(ranks: Ranks) -> None:
-    one, other = ranks.run(2, interrupted, "the alarm rings", HANG)
+@pytest.mark.parametrize("raises", [TimeoutError, RuntimeError], ids=["timeout", "killed worker"])
+def test_an_interrupted_wait_leaves_nobody_behind_who_writes_to_its_memory(
+    ranks: Ranks, raises: type[Exception]
+) -> None:
+    """A RuntimeError is what torch's DataLoader raises for a killed worker; collectives fail with that class, too."""
+    one, other = ranks.run(2, interrupted, "the alarm rings", HANG, raises)
     assert (one["had come"], one["error"], other["error"]) == (True, "", "")
-    one, other = ranks.run(2, interrupted, "rank 0 has given up", 0.3)
+    one, other = ranks.run(2, interrupted, "rank 0 has given up", 0.3, raises)
     assert (one["had come"], one["error"], other["error"]) == (False, "ShardwellError", "PeerError")
-    assert other["text"].startswith("rank 0 failed first: TimeoutError while rank 0 waited for others. All ranks stop")
+    said = f"rank 0 failed first: {raises.__name__} while rank 0 waited for others. All ranks stop"
+    assert other["text"].startswith(said)
 
 
 def patient(seconds: float) -> list[str]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -21,17 +23,26 @@ from tests.support.models import Gpt, batches, share, zero
 from tests.support.ranks import Ranks
 
 
-class Small(nn.Module):
-    """Two layers and a buffer."""
+class Logger(nn.Module):
+    """A module without parameters, for the first rank."""
 
-    def __init__(self, width: int = 8, dtype: torch.dtype = torch.float32, scales: int = 1) -> None:
+
+class Small(nn.Module):
+    """Two layers, a dropout and a buffer."""
+
+    def __init__(
+        self, width: int = 8, dtype: torch.dtype = torch.float32, scales: int = 1, drop: float = 0.0, logs: bool = False
+    ) -> None:
         super().__init__()
+        self.dropout = nn.Dropout(drop)
+        if logs:
+            self.logger = Logger()
         self.up = nn.Linear(4, width, dtype=dtype)
         self.down = nn.Linear(width, 1, dtype=dtype)
         self.register_buffer("scale", torch.ones(scales, dtype=dtype))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return (self.down(self.up(x)) * self.scale).square().mean()
+        return (self.down(self.dropout(self.up(x))) * self.scale).square().mean()
 
 
 def _optimizer(model: nn.Module, kind: str = "AdamW", **options: Any) -> torch.optim.Optimizer:
@@ -48,11 +59,12 @@ def train(differs: dict[str, Any], stage: int = 2, steps: int = 2, who: int = 1,
         model.up.bias.requires_grad_(False)
     config = zero(stage, **{"optimizer": {"type": "AdamW", "params": {"lr": 0.1}}, **mine.get("config", {})})
     given = _optimizer(model, **mine["optimizer"]) if "optimizer" in mine else None
+    numerics: Any = mine.get("numerics", contextlib.nullcontext)
     versions = mock.patch.object(consistency, "__version__", mine.get("version", consistency.__version__))
     data = TensorDataset(torch.ones(8, 4))
     loader = DataLoader(data, batch_size=mine.get("batch", 2))
     try:
-        with versions:
+        with versions, numerics():
             engine, *_ = shardwell.initialize(model=model, optimizer=given, config=config, training_data=loader)
         for _ in range(steps):
             engine.backward(engine(torch.ones(2, 4, dtype=model.up.weight.dtype)))
@@ -60,6 +72,22 @@ def train(differs: dict[str, Any], stage: int = 2, steps: int = 2, who: int = 1,
     except shardwell.ShardwellError as error:
         return {"error": type(error).__name__, "text": str(error)}
     return {"error": "", "text": ""}
+
+
+@contextlib.contextmanager
+def with_medium_matmuls() -> Iterator[None]:
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("medium")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+@contextlib.contextmanager
+def with_autocast() -> Iterator[None]:
+    with torch.autocast("cpu", torch.bfloat16):
+        yield
 
 
 DIFFERENCES: dict[str, tuple[dict[str, Any], str]] = {
@@ -77,6 +105,15 @@ DIFFERENCES: dict[str, tuple[dict[str, Any], str]] = {
     "a dtype": ({"model": {"dtype": torch.float64}}, "parameter 'up.weight' is float64 [8, 4]"),
     "a buffer": ({"model": {"scales": 3}}, "buffer scale is float32 [3] on rank 1 and float32 [1] on rank 0"),
     "what is frozen": ({"frozen": True}, "parameter 'up.bias' is float32 [8], frozen"),
+    "a dropout": (
+        {"model": {"drop": 0.5}},
+        "module 'dropout' is Dropout(p=0.5, inplace=False) on rank 1 and Dropout(p=0.0",
+    ),
+    "precision of matmuls": (
+        {"numerics": with_medium_matmuls},
+        "torch's float32 matmul precision is medium on rank 1 and highest on rank 0",
+    ),
+    "autocast": ({"numerics": with_autocast}, "torch's autocast on cpu is bfloat16 on rank 1 and off on rank 0"),
     "a version": ({"version": "0.0.9"}, "version of shardwell is 0.0.9 on rank 1 and"),
     "a batch size": ({"batch": 4}, "train_micro_batch_size_per_gpu is 4 on rank 1 and 2 on rank 0"),
 }
@@ -114,6 +151,7 @@ HONEST: dict[str, dict[str, Any]] = {
     "has less memory": {"config": {"shardwell": {"memory": {"host": 1 << 30}}}},
     "writes a key without effect": {"config": {"dump_state": True}},
     "times its steps": {"config": {"wall_clock_breakdown": True, "comms_logger": {"enabled": True}}},
+    "logs by a module of its own": {"model": {"logs": True}},
     "makes the same optimizer in code": {"optimizer": {"weight_decay": 0.0}},
 }
 

@@ -69,17 +69,20 @@ def test_a_rank_that_raises_at_an_operation_takes_the_others_with_it(ranks: Rank
                 assert seconds < soon(SOON)
 
 
-def test_a_rank_that_is_killed_ends_all_ranks() -> None:
+def test_a_rank_that_is_killed_or_leaves_ends_all_ranks() -> None:
     command = [sys.executable, "-m", "tests.support.killed_stage"]
     done = subprocess.run(
         command, cwd=ROOT, env=environment(root=True), capture_output=True, text=True, timeout=HANG, check=True
     )
-    for (victim, _), line in zip(SCENARIOS, done.stdout.splitlines(), strict=True):
+    for (victim, _, how), line in zip(SCENARIOS, done.stdout.splitlines(), strict=True):
         survivors = json.loads(line)
         assert len(survivors) == NUM_RANKS - 1
         for one in survivors:
             assert one["error"] == "PeerError", one
-            assert f"rank {victim} is gone" in one["text"] or "stopped answering" in one["text"], one
+            if how == "exit":
+                assert f"rank {victim} left by sys.exit(0) in train_batch" in one["text"], one
+            else:
+                assert f"rank {victim} is gone" in one["text"] or "stopped answering" in one["text"], one
             assert one["seconds"] < soon(15)
 
 

@@ -1,4 +1,4 @@
-"""A pipeline of which one rank is killed at an operation: `python -m tests.support.killed_stage`.
+"""A pipeline of which one rank is killed, or leaves, at an operation: `python -m tests.support.killed_stage`.
 
 Prints a line of JSON for each scenario: what each survivor raised, and after how many seconds. Ranks are forked from
 this process once torch is imported, because importing it takes longer than all of them.
@@ -21,10 +21,11 @@ from tests.support.faults import fault_at
 from tests.support.pipelines import Decoder, next_token_loss, pipeline_config, stream
 
 NUM_RANKS = 4
-SCENARIOS = [(3, "1F2"), (0, "0B1"), (1, "0F3")]  # the rank that is killed, and where
+# the rank that is killed, or leaves by sys.exit, and where
+SCENARIOS = [(3, "1F2", "killed"), (0, "0B1", "killed"), (1, "0F3", "killed"), (2, "1F2", "exit")]
 
 
-def survive(rank: int, victim: int, where: str, port: int) -> dict[str, object]:
+def survive(rank: int, victim: int, where: str, how: str, port: int) -> dict[str, object]:
     os.environ.update(
         MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(NUM_RANKS), LOCAL_RANK=str(rank),
         LOCAL_WORLD_SIZE=str(NUM_RANKS), SHARDWELL_DEVICE="cpu",
@@ -39,6 +40,8 @@ def survive(rank: int, victim: int, where: str, port: int) -> dict[str, object]:
 
     def end(note: Any, engine: Any, operation: Any) -> None:
         if rank == victim and str(operation) == where:
+            if how == "exit":
+                sys.exit(0)
             os.kill(os.getpid(), signal.SIGKILL)
         note(engine, operation)
 
@@ -51,7 +54,7 @@ def survive(rank: int, victim: int, where: str, port: int) -> dict[str, object]:
     return {"rank": rank, "error": "", "text": "", "seconds": time.monotonic() - begin}
 
 
-def play(victim: int, where: str) -> list[dict[str, object]]:
+def play(victim: int, where: str, how: str) -> list[dict[str, object]]:
     """Fork the ranks; return what the survivors say."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -64,7 +67,7 @@ def play(victim: int, where: str) -> list[dict[str, object]]:
             os.close(reading)
             os.close(leaving)
             with os.fdopen(writing, "w") as out:
-                json.dump(survive(rank, victim, where, port), out)
+                json.dump(survive(rank, victim, where, how, port), out)
             os.read(staying, 1)  # a slower rank must not take it for the one that was killed
             os._exit(0)
         os.close(writing)

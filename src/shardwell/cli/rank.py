@@ -48,13 +48,17 @@ def main() -> None:
         else:
             sys.path.insert(0, os.path.dirname(os.path.abspath(target)))
             runpy.run_path(target, run_name="__main__")
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as error:
+        sys.last_value = error  # as Python leaves it: the engine's last message to the other ranks quotes it
         sys.exit(128 + signal.SIGINT)
     except SystemExit as leaving:
         if isinstance(leaving.code, str):
             _write_down(leaving, leaving.code, "")
+        if leaving.code not in (None, 0):
+            sys.last_value = leaving
         raise
     except Exception as error:
+        sys.last_value = error
         trace = _own_traceback(error)
         if not _write_down(error, f"{type(error).__name__}: {error}", trace):
             sys.stderr.write(trace)

@@ -79,6 +79,9 @@ def is_finite(value: int | float) -> bool:
         return False
 
 
+_LONGEST_NAME, _LONGEST_PATH = 255, 4095  # Linux' NAME_MAX and PATH_MAX, which counts its last NUL
+
+
 def _power(value: Any) -> Any:
     """Return an exponent of two whose power a float can hold."""
     value = _integer(value)
@@ -93,6 +96,10 @@ def _paths(value: Any) -> Any:
         raise ValueError("expected a path without a NUL character")
     if isinstance(value, str) and any("\ud800" <= letter <= "\udbff" for letter in value):
         raise ValueError("expected a path without lone surrogates")
+    if isinstance(value, str) and any(len(os.fsencode(name)) > _LONGEST_NAME for name in value.split("/")):
+        raise ValueError(f"expected a path whose names have at most {_LONGEST_NAME} bytes each")
+    if isinstance(value, str) and any(len(os.fsencode(path)) > _LONGEST_PATH for path in value.split(",")):
+        raise ValueError(f"expected a path of at most {_LONGEST_PATH} bytes")
     return value
 
 
@@ -113,9 +120,14 @@ def _steps(value: Any) -> Any:
     )
 
 
+def is_auto(value: Any) -> bool:
+    """Return whether a value is "auto"; a configuration made in code may hold arrays, which compare by element."""
+    return isinstance(value, str) and value == "auto"
+
+
 def _at_least(least: int, value: Any) -> Any:
     """Return an integer of at least `least`, or "auto", which is a value of its own here."""
-    if value == "auto":
+    if is_auto(value):
         return value
     try:
         count = _integer(value)
@@ -150,7 +162,7 @@ def _dtype(value: Any) -> Any:
 
 
 def _share_or_auto(value: Any) -> Any:
-    if value == "auto":
+    if is_auto(value):
         return value
     share = real(value)
     if not 0 <= share <= 1:

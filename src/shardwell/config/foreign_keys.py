@@ -8,7 +8,7 @@ from typing import Any
 from pydantic import StrictStr, TypeAdapter, ValidationError
 
 from shardwell.config.deepspeed_keys import KEYS, Inert, Limited, Unsupported, ValueType
-from shardwell.config.field_types import Count, Flag, Size, TagValidation, flag, number
+from shardwell.config.field_types import Count, Flag, Size, TagValidation, flag, is_auto, number
 from shardwell.config.problems import MOST_LINES, Findings, sentence_of, show
 from shardwell.config.suggestions import COMMENTS, suggest
 
@@ -42,7 +42,7 @@ def _take_row(key: str, row: Inert | Limited, value: Any, found: Findings) -> No
     if value is None:
         return  # as if absent
     if row.type != "any":
-        if value == "auto":
+        if is_auto(value):
             if isinstance(row, Inert) and row.accepts_auto:
                 found.inert[key] = value
                 found.inert_auto.add(key)

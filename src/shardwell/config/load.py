@@ -16,7 +16,7 @@ from pydantic import ValidationError
 from shardwell.config import optimizers, schedules
 from shardwell.config.block import ConfigBlock, admits_auto, block_of, leaves, may_be_absent
 from shardwell.config.deepspeed_keys import REMOVED_OPTIMIZERS
-from shardwell.config.field_types import number
+from shardwell.config.field_types import is_auto, number
 from shardwell.config.foreign_keys import NOT_AUTO, take_foreign
 from shardwell.config.problems import Findings, sentence_of, show
 from shardwell.config.schema import Config
@@ -191,7 +191,7 @@ def _screen(raw: Mapping[str, Any], block: type[ConfigBlock], prefix: str, found
         inner = block_of(block.model_fields[name])
         if value is None and (inner is not None or may_be_absent(block.model_fields[name])):
             continue  # as if absent
-        if value == "auto" and not admits_auto(block.model_fields[name]):
+        if is_auto(value) and not admits_auto(block.model_fields[name]):
             _take_auto(key, found)
         elif inner is not None:
             if isinstance(value, Mapping):
@@ -222,8 +222,8 @@ def _screen_params(params: Any, prefix: str, found: Findings) -> Any:
     for name, times in getattr(params, "repeated", {}).items():
         found.add(f"{prefix}.{name}", f"written {times} times in the same object; keep one")
     for name, value in params.items():
-        (found.auto if value == "auto" else found.given).add(f"{prefix}.{name}")
-    return {name: _argument(value) for name, value in params.items() if value != "auto"}
+        (found.auto if is_auto(value) else found.given).add(f"{prefix}.{name}")
+    return {name: _argument(value) for name, value in params.items() if not is_auto(value)}
 
 
 def _argument(value: Any) -> Any:

@@ -99,11 +99,11 @@ def _words(error: Exception) -> str:
 def _share(everyone: Collectives, text: str, source: int = 0) -> str:
     """Broadcast the text of `source` to every rank."""
     device = everyone.device.torch_device
-    mine = text.encode()
+    mine = text.encode(errors="surrogateescape")
     size = torch.tensor([len(mine)], dtype=torch.int64, device=device)
     everyone.broadcast(size, source, TrafficKind.SETUP, "TEXT")
     letters = torch.zeros(int(size), dtype=torch.uint8, device=device)
     if everyone.rank_group.rank == source and mine:
         letters.copy_(torch.frombuffer(bytearray(mine), dtype=torch.uint8))
     everyone.broadcast(letters, source, TrafficKind.SETUP, "TEXT")
-    return bytes(letters.cpu().numpy()).decode()
+    return bytes(letters.cpu().numpy()).decode(errors="surrogateescape")

@@ -127,7 +127,7 @@ class EngineCheckpoints:
             keep_last = engine.settings.shardwell.keep_last
             look = self._limit_in_background if asynchronous else self._limit_of_all()
             job = self._saver.next_job(folder, tag, temporary, is_latest=is_latest, keep_last=keep_last, look=look)
-            self.saves_in_background |= asynchronous
+            self.saves_in_background |= bool(asynchronous)
             (self._saver.write_later if asynchronous else self._saver.write_now)(job, contents, values)
 
     def _limit_in_background(self) -> float:
@@ -264,9 +264,12 @@ class EngineCheckpoints:
             logging.getLogger("shardwell").warning("%s", words)
         warnings.warn(words, stacklevel=4)  # on all ranks: filters may make it an error
 
-    def load_model(self, engine: Engine, path: str, *, strict: bool) -> None:
+    def load_model(self, engine: Engine, given: Any, *, strict: bool) -> None:
         """Load only the model's own tensors, from any source."""
+        path = os.fsdecode(given) if isinstance(given, str | bytes | os.PathLike) else ""
         with self._ranks.together("load_model", path):
+            if not path:
+                raise CheckpointError(f"load_model({given!r}): expected the path of a folder or file of weights")
             check_parts(engine)
             self._end_background()
             self._ranks.check_same(path, "load_model: path")

@@ -6,7 +6,8 @@ What may differ between ranks is left out: paths on disks, memory of their machi
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -61,9 +62,34 @@ def before_grouping(settings: Config, grid: Grid) -> dict[str, Section]:
         is_open[STAGE] = '"auto"'
     return {
         "version of": {"torch": torch.__version__.partition("+")[0], "shardwell": __version__},
+        "torch's": _torch_settings(),
         "configuration": {**_settings(settings), **is_open},
         "mesh": {"of ranks": f"{grid}{f' in the order {list(grid.ranks)}' if grid.is_reordered else ''}"},
     }
+
+
+def _torch_settings() -> dict[str, str]:
+    """Describe the settings of torch by which numbers are computed with other precision."""
+    cuda, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
+    asked: dict[str, Callable[[], Any]] = {
+        "default dtype": torch.get_default_dtype,
+        "float32 matmul precision": torch.get_float32_matmul_precision,
+        "allow_tf32 of matmuls": lambda: cuda.allow_tf32,
+        "allow_tf32 of cuDNN": lambda: cudnn.allow_tf32,
+        "allow_fp16_reduced_precision_reduction": lambda: cuda.allow_fp16_reduced_precision_reduction,
+        "allow_bf16_reduced_precision_reduction": lambda: cuda.allow_bf16_reduced_precision_reduction,
+    }
+    for kind in ("cpu", "cuda"):
+        on = torch.is_autocast_enabled(kind)
+        asked[f"autocast on {kind}"] = partial(torch.get_autocast_dtype, kind) if on else (lambda: "off")
+    return {name: _answer(ask) for name, ask in asked.items()}
+
+
+def _answer(ask: Callable[[], Any]) -> str:
+    try:
+        return str(ask()).removeprefix("torch.")
+    except RuntimeError:  # torch refuses to name a setting by its old name where the new one was used
+        return "named otherwise"
 
 
 def before_dividing(divided: DividedModel, borders: Sequence[int]) -> dict[str, Section]:
@@ -92,6 +118,7 @@ def before_building(
         "configuration": _settings(settings),  # its "auto" are values by now
         "parameter": _parameters(model, factory),
         "buffer": {name: _kind(buffer) for name, buffer in model.named_buffers()},
+        "module": dict(_modules_in_words(model)),
         "unit": {repr(one.name or "(root)"): ", ".join(name for name, _ in one.parameters) for one in specs},
     }
 
@@ -139,6 +166,20 @@ def optimizer_in_words(optimizer: Optimizer) -> dict[str, str]:
         names = sorted(group.keys() - _HOW, key=lambda name: (name != "lr", name))
         words |= {f"{name}{place}": _value(group[name]) for name in names}
     return words
+
+
+def _modules_in_words(model: nn.Module) -> Iterator[tuple[str, str]]:
+    """Yield the classes of modules with parameters, and torch's own with options, such as a dropout's probability.
+
+    Others may be on one rank alone, to log what the first rank sees. Of cut layers each rank may have other sizes.
+    """
+    for name, module in model.named_modules():
+        kind, own = type(module), [one for one in module._parameters.values() if one is not None]
+        is_torchs = kind.__module__.startswith("torch.nn.") and not kind.__module__.endswith(".container")
+        is_whole = all(part_of(parameter) is None for parameter in own)
+        if is_torchs or own or not name:
+            options = module.extra_repr() if is_torchs and is_whole else ""
+            yield repr(name or "(root)"), f"{kind.__name__}({options})" if options else kind.__name__
 
 
 def _settings(block: ConfigBlock, prefix: str = "") -> dict[str, str]:

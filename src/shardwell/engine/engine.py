@@ -464,7 +464,7 @@ class Engine(nn.Module):
 
         All ranks must call it. Each rank reads only its own slices.
         """
-        self._checkpoints.load_model(self, os.fspath(path), strict=strict)
+        self._checkpoints.load_model(self, path, strict=strict)
 
     def finish_saving(self) -> None:
         """Wait for a checkpoint that is being written in the background, and raise its error if it failed."""

@@ -36,7 +36,8 @@ def tell(agreement: Agreement, num_batches: int, *, is_exit: bool = False) -> No
 
 def _words(num_batches: int) -> str:
     error = getattr(sys, "last_value", None)  # set by Python before it exits
-    how = FINISHED if error is None else f"ended with {type(error).__name__} ({error})"
+    words = str(error)
+    how = FINISHED if error is None else f"ended with {type(error).__name__}{f' ({words})' if words else ''}"
     return f"{how} after {num_batches} {'batch' if num_batches == 1 else 'batches'}"
 
 

@@ -50,6 +50,8 @@ def snapshot(units: Iterable[Unit], *, keeps: bool) -> dict[str, Tensor]:
 
 def load_whole_state(mine: Mapping[str, Any], given: Mapping[str, Any], *, strict: bool) -> _IncompatibleKeys:
     """Set parameters and buffers from full tensors."""
+    if not isinstance(given, Mapping):
+        raise ShardwellError(f"load_state_dict takes names and tensors in a mapping, and got a {type(given).__name__}")
     missing, unexpected = sorted(set(mine) - set(given)), sorted(set(given) - set(mine))
     if strict and (missing or unexpected):
         raise ShardwellError(f"the state does not fit the model: missing {missing}, unexpected {unexpected}")

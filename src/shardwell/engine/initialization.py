@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Set
+from collections.abc import Callable, Iterable, Mapping, Set
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from shardwell import activation_checkpointing
-from shardwell.config import Config, SchedulerConfig, load
+from shardwell.config import Config, load
 from shardwell.engine.autotune import autotune
 from shardwell.engine.compilation import follow_compiled_parts
 from shardwell.engine.consistency import before_building, before_grouping, once_built
@@ -41,18 +41,20 @@ from shardwell.engine.optimizer_setup import make_optimizer
 from shardwell.engine.persistence import persistent_in
 from shardwell.engine.pipeline_engine import PipelinedEngine, pipelined
 from shardwell.engine.pipeline_setup import divided_model, plan_pipeline, stages_of, with_pipeline
+from shardwell.engine.schedule_setup import schedule_for
 from shardwell.engine.scheduler_setup import make_scheduler
 from shardwell.engine.startup_report import UserArguments, announce
 from shardwell.engine.teardown import ModelBefore, Teardown, end_engines_of, when_handed_on
 from shardwell.engine.unit_specs import unit_specs
 from shardwell.engine.user_data_loader import UserDataLoader, loader_like, with_batch_of
-from shardwell.errors import ConfigError, DivergenceError, ShardwellError
+from shardwell.errors import ConfigError, DivergenceError
 from shardwell.kernels.quantize import Codec
 from shardwell.long_work import LongWork
 from shardwell.memory import Device
 from shardwell.memory.local_gpus import default_device, device_named
-from shardwell.optim import OptimizerFactory, ShardedOptimizer, factory_for, lr_schedules
+from shardwell.optim import OptimizerFactory, ShardedOptimizer, factory_for
 from shardwell.optim.factory import NO_LABEL
+from shardwell.optim.given_parameters import check_optimizer_parameters, listed_parameters
 from shardwell.optim.gradient_views import GradientViews
 from shardwell.optim.user_optimizer import watch_optimizers
 from shardwell.parallel import Agreement, Collectives, start_process_group
@@ -65,7 +67,7 @@ from shardwell.runtime.scheduler import Scheduler
 from shardwell.sharding import EngineContext, GroupPrecision, ShardedGroup, Unit, UnitSpec, spec_for
 from shardwell.sharding.dtensor_parameters import line_of_dtensors
 from shardwell.sharding.init_parameters import meet_for_initialize
-from shardwell.sharding.model_checks import check_model
+from shardwell.sharding.model_checks import check_is_model, check_model
 from shardwell.sharding.model_states import GroupKey, ModelStates, OffloadPlan, StateFormula
 from shardwell.sharding.parameter_views import GroupMember
 from shardwell.sharding.spec import CommPrecision, SpecOverrides, casts
@@ -116,22 +118,22 @@ def initialize(
         mpu: Megatron's object that knows the axes, instead of a mesh.
         engine_class: The class of the engine: `Engine`, or a subclass with the same constructor.
     """
-    if model is None:
-        raise ShardwellError("initialize needs a model: shardwell.initialize(model=..., config=...)")
-    if isinstance(model, Engine):
-        model = model.module
     divided = divided_model(model)
-    model = model if divided is None else divided.model
+    model = check_is_model(model.module if isinstance(model, Engine) else model if divided is None else divided.model)
     end_engines_of(model)
     check_model(model)
     source = config if config is not None else config_params
-    source = source if source is not None else getattr(args, "deepspeed_config", None)
+    if source is None:
+        key = "deepspeed_config"
+        source = args.get(key) if isinstance(args, Mapping) else getattr(args, key, None)
     where = _device_for(model, device)
     start_process_group(where)
     meet_for_initialize(model)
     world = world_mesh(where)
     agreement = Agreement(world)
     with agreement.failing_together("initialize", common=(DivergenceError,)):
+        check_optimizer_parameters(model, optimizer)
+        model_parameters = listed_parameters(model, model_parameters)
         given = axes_of_arguments(mesh, mpu, world, Device(where), agreement)
         line = line_of_dtensors(model)
         asked = load(
@@ -164,7 +166,7 @@ def initialize(
             engine.use_pipeline(plan)
         if factory is not None:
             engine.optimizer = make_optimizer(factory, engine, engine._scheduler, engine._context)
-        engine.lr_scheduler = _lr_scheduler(lr_scheduler, settings.scheduler, engine.optimizer)
+        engine.lr_scheduler = schedule_for(lr_scheduler, settings.scheduler, engine.optimizer)
         engine.training_dataloader = _loader(training_data, engine, collate_fn)
         check_alike(context.roles.all, "initialize", once_built(engine))
         context.roles.all.end_step()
@@ -438,17 +440,6 @@ def _device_for(model: nn.Module, device: torch.device | str | None) -> torch.de
     return default_device()
 
 
-def _lr_scheduler(given: Any, block: SchedulerConfig | None, optimizer: ShardedOptimizer | None) -> Any:
-    """Return the scheduler that was passed, or build it; an argument has precedence over the configuration."""
-    if given is not None:
-        if hasattr(given, "step"):
-            return given
-        if optimizer is None:
-            raise ConfigError("there is a learning-rate schedule, but no optimizer for it")
-        return given(optimizer)
-    return None if block is None or optimizer is None else lr_schedules.by_name(block, optimizer)
-
-
 def _weakly(method: Callable[..., None]) -> Callable[..., None]:
     """Wrap a method of the engine for objects that the engine owns, without a reference cycle."""
     reference = weakref.WeakMethod(method)
@@ -476,9 +467,10 @@ def _loader(
         asked, config = with_batch_of(data, engine.settings, engine.data_size)
         engine.use_config(config)
         return loader_like(data, asked, *where, collate_fn)
-    if not hasattr(data, "__getitem__") and not isinstance(data, IterableDataset):
+    has_samples = hasattr(data, "__getitem__") and hasattr(data, "__len__") and not isinstance(data, str | bytes)
+    if not has_samples and not isinstance(data, IterableDataset):
         raise ConfigError(
-            f"training_data: expected a data set (with indices, or an IterableDataset) or a DataLoader, found a "
-            f"{type(data).__name__}"
+            f"training_data: expected a data set (with indices and a length, or an IterableDataset) or a DataLoader, "
+            f"found a {type(data).__name__}"
         )
     return ShardedLoader(data, engine.train_micro_batch_size_per_gpu(), *where, collate_fn)

@@ -77,7 +77,7 @@ class PipelinePlan:
         return [one for one in parameters if id(one) not in self.dropped]
 
 
-def divided_model(model: nn.Module) -> DividedModel | None:
+def divided_model(model: Any) -> DividedModel | None:
     """Return the model with its layers, if it comes so."""
     return model if isinstance(model, SplitModel | PipelineModule) else None
 

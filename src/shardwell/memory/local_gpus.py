@@ -29,10 +29,12 @@ def device_named(name: torch.device | str, where: str) -> torch.device:
     """Return a device that the user has named; `cuda` alone is this process's own GPU. `where` is for the error."""
     try:
         device = torch.device(name)
-    except RuntimeError:
+    except (RuntimeError, TypeError):
         raise ShardwellError(f"{where}: {str(name)!r} is no device; expected cpu, cuda or cuda:INDEX") from None
-    if device.type != "cuda":
+    if device.type in ("cpu", "meta"):
         return device
+    if device.type != "cuda":
+        raise ShardwellError(f"{where}: there are no streams for {str(name)!r} here; expected cpu, cuda or cuda:INDEX")
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if (device.index or 0) >= count:
         found = f"{count} CUDA device{'' if count == 1 else 's'}" if count else "no CUDA device"

@@ -20,6 +20,7 @@ from shardwell.errors import ConfigError, ShardwellError
 from shardwell.memory import Device
 from shardwell.optim.elementwise import check_factory, check_kind, check_object, kind_by_step
 from shardwell.optim.full_tensors import needs_full_tensors
+from shardwell.optim.given_parameters import check_made, check_options
 from shardwell.optim.lamb import Lamb
 from shardwell.optim.lion import Lion
 from shardwell.optim.muon import Muon, muon_groups
@@ -79,6 +80,8 @@ def factory_for(
         return found
     if block is not None:
         factory, options = (named or by_name)(block, device)
+        if "fused" not in block.params and any(p.is_complex() for group in groups for p in group["params"]):
+            options.pop("fused", None)  # torch's fused steps are for real numbers
         if factory is Muon:
             groups = _groups_for_muon(model, groups, options)
         found = _from_factory(_made(factory, options, block.type), groups, device)
@@ -183,6 +186,7 @@ def _from_object(optimizer: Optimizer) -> OptimizerFactory:
             f"the {type(optimizer).__name__} that was passed has taken steps already; its state cannot be split. "
             "Pass a new one."
         )
+    check_options(optimizer)
     labels = {id(p): index for index, group in enumerate(optimizer.param_groups) for p in group["params"]}
 
     def make(shards: list[list[Tensor]]) -> Optimizer:
@@ -226,6 +230,7 @@ def _from_factory(factory: Factory, groups: list[dict[str, Any]], device: Device
         made = factory([{**group, "params": tensors} for group, tensors in zip(groups, shards, strict=True)])
         if not isinstance(made, Optimizer):
             raise ShardwellError(f"the optimizer factory returned {type(made).__name__}, not a torch.optim.Optimizer")
+        check_made(made, shards)
         return made
 
     def is_collective() -> bool:
@@ -235,17 +240,11 @@ def _from_factory(factory: Factory, groups: list[dict[str, Any]], device: Device
 
 
 def _parameter_groups(model: nn.Module, given: Iterable[Any] | None) -> list[dict[str, Any]]:
-    """Return `model_parameters` as groups; as in torch it has parameters, (name, parameter) pairs or groups."""
-    items: list[Any] = list(given) if given is not None else [p for p in model.parameters() if p.requires_grad]
+    """Return `model_parameters` as groups; it is what `listed_parameters` returned."""
+    items: list[Any] = list(given if given is not None else model.parameters())
     if items and isinstance(items[0], dict):
-        return [{**group, "params": _unnamed(group["params"])} for group in items]
-    return [{"params": [p for p in _unnamed(items) if p.requires_grad]}]
-
-
-def _unnamed(items: Any) -> list[nn.Parameter]:
-    if isinstance(items, nn.Parameter):
-        return [items]
-    return [item[1] if isinstance(item, tuple) else item for item in items]
+        return items
+    return [{"params": [p for p in items if p.requires_grad]}]
 
 
 def _steps_taken(state: dict[str, Any]) -> bool:

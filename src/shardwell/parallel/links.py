@@ -15,6 +15,7 @@ from shardwell.errors import ShardwellError
 from shardwell.memory import Event
 from shardwell.parallel.agreement import Agreement
 from shardwell.parallel.mesh import RankGroup
+from shardwell.parallel.signal_errors import is_from_signal
 from shardwell.parallel.stragglers import FailurePoll
 
 _MOST_IN_FLIGHT = 24  # collectives: enough for the device to have work while the host is busy elsewhere
@@ -52,7 +53,7 @@ class Links:
 
     def raise_cause(self, error: RuntimeError) -> NoReturn:
         """Raise the reason why a collective failed: that of the first rank that failed, if this is known."""
-        if self.agreement is None or isinstance(error, ShardwellError):
+        if self.agreement is None or isinstance(error, ShardwellError) or is_from_signal(error):
             raise error
         raise self.agreement.diagnose(error) from error
 
@@ -76,6 +77,8 @@ class Links:
         try:
             self._try()
         except RuntimeError as error:
+            if is_from_signal(error):
+                raise
             return error
         return None
 
@@ -86,7 +89,9 @@ class Links:
     def abandon(self, signal: BaseException) -> None:
         """Tell the peers and cut the links: peers would still write to memory that the caller is about to free."""
         assert self.agreement is not None
-        self.agreement.fail(ShardwellError(f"{type(signal).__name__} while rank {self._mesh.rank} waited for others"))
+        words = f": {signal}" if str(signal) else ""
+        where = f"while rank {self._mesh.rank} waited for others"
+        self.agreement.fail(ShardwellError(f"{type(signal).__name__} {where}{words}"))
 
     def abort(self) -> None:
         """Break this rank's links so that peers waiting for it wake up with an error.
@@ -118,6 +123,8 @@ class Links:
                 try:
                     dist.irecv(_nothing(), number, group=self._mesh.group, tag=_PROBE)
                 except RuntimeError as error:
+                    if is_from_signal(error):
+                        raise
                     raise RuntimeError(f"the link to rank {number} is broken: {error}") from error
 
 

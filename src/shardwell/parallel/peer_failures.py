@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import sys
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
@@ -227,11 +228,21 @@ class PeerFailures:
                 self.check()
                 self.check_exits(num_announced)
                 if lost := self._lost():
-                    return self._missing(_gone(lost[0]))
+                    return self._missing(self._last_words(lost))
             except ShardwellError as known:
                 return known
             time.sleep(0.05)
         return self._missing(words)
+
+    def _last_words(self, lost: Sequence[int]) -> str:
+        """Return how the first of these ranks ended, by its own words if none of them ended without any.
+
+        What a rank left then counts whatever it had announced: messages between pipeline stages are not announced.
+        """
+        board = self._board
+        silent = [rank for rank in lost if board is None or not board.has(f"{_END}/{rank}")]
+        words = None if silent else self._ended_ranks(sys.maxsize, board)
+        return words or _gone((silent or lost)[0])
 
     def without_store(self, error: Exception) -> ShardwellError:
         """Return the error for a store that has ended with the process that holds it."""

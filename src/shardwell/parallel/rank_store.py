@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from shardwell.errors import ShardwellError
+from shardwell.parallel.signal_errors import is_from_signal
 
 _GROUP = 128  # ranks that are counted together; counters with signatures are lists of that length
 _RANKS_PER_SECOND = 2048  # that may ask the store: each asks it about three things, and it answers 60,000 a second
@@ -109,4 +110,6 @@ class RankStore:
         try:
             return call(*args)
         except RuntimeError as error:
+            if is_from_signal(error):
+                raise
             raise self._explain(error) from error

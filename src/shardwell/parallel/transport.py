@@ -37,6 +37,7 @@ from torch import Tensor
 from shardwell.memory import StateKind, TemporaryBuffers
 from shardwell.parallel.links import Links
 from shardwell.parallel.mesh import RankGroup
+from shardwell.parallel.signal_errors import is_from_signal
 from shardwell.parallel.simulated_moves import begin_simulated_move
 
 STAGING = "(staging)"  # the unit under which staging buffers of collectives are counted
@@ -341,9 +342,9 @@ def wait_all(
         while not (is_over := waiter.done.acquire(timeout=_LOOK_EVERY)):
             check = check or poll_failures()
             check()
-    except RuntimeError:  # from the check, which knows that waiting is useless
-        raise
     except BaseException as signal:
+        if isinstance(signal, RuntimeError) and not is_from_signal(signal):
+            raise  # from the check, which knows that waiting is useless
         try:
             is_over = is_over or waiter.done.acquire(timeout=_GRACE)
         finally:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,8 +19,21 @@ _WRAPPERS = {"DistributedDataParallel", "DataParallel", "FullyShardedDataParalle
 _COMPOSED = {"FSDPModule", "ReplicateModule"}  # classes that `fully_shard` and `replicate` mix in
 
 
+def check_is_model(model: Any) -> nn.Module:
+    """Return what was passed as the model if it is one."""
+    if isinstance(model, nn.Module):
+        return model
+    if model is None:
+        raise ShardwellError("initialize needs a model: shardwell.initialize(model=..., config=...)")
+    found = (
+        f"the class {model.__name__}: make a model of it" if isinstance(model, type) else f"a {type(model).__name__}"
+    )
+    raise ShardwellError(f"initialize(model=...): expected a torch.nn.Module, found {found}")
+
+
 def check_model(model: nn.Module) -> None:
     """Refuse a model that an engine could not train as it is."""
+    _check_tree(model, "", {})
     for name, module in model.named_modules():
         if isinstance(module, torch.jit.ScriptModule):
             where = f"its part '{name}' is" if name else "it is"
@@ -48,6 +62,35 @@ def check_model(model: nn.Module) -> None:
                 "is handed to initialize again."
             )
     _check_memory(named)
+    _check_meta(named)
+
+
+def _check_tree(module: nn.Module, name: str, above: dict[nn.Module, str], done: set[nn.Module] | None = None) -> None:
+    """Refuse a module that is inside of itself: torch's own train(), to() and apply() never come back from it."""
+    done = set() if done is None else done
+    if module in above:
+        raise ShardwellError(
+            f"the model's module '{name}' is '{above[module] or '(root)'}', which it is inside of: keep such a "
+            "reference in a tuple, or in a weakref, so that it is no child module"
+        )
+    if module in done:
+        return
+    done.add(module)
+    for child, inside in module._modules.items():
+        if inside is not None:
+            _check_tree(inside, f"{name}.{child}" if name else child, {**above, module: name}, done)
+
+
+def _check_meta(named: list[tuple[str, nn.Parameter]]) -> None:
+    """Refuse a model of which a part is on the meta device, without values."""
+    plain = [(name, parameter) for name, parameter in named if not released.is_owned(parameter)]
+    empty = [name for name, parameter in plain if parameter.is_meta]
+    if empty and len(empty) < len(plain):
+        raise ShardwellError(
+            f"{len(empty)} of {len(plain)} parameters are on the meta device, without values (the first is "
+            f"'{empty[0]}'), and the others are not. Give them values (module.to_empty(device=...), then initialise or "
+            "load them), or make the model under zero.Init"
+        )
 
 
 def check_parameter(name: str, parameter: Tensor) -> None:
@@ -68,6 +111,16 @@ def check_parameter(name: str, parameter: Tensor) -> None:
     if is_dtensor(parameter):
         check_dtensor(name, parameter)
         return
+    if parameter.layout is not torch.strided:
+        raise ShardwellError(
+            f"parameter '{name}' is sparse ({str(parameter.layout).removeprefix('torch.')}), and shards are cut from "
+            "dense tensors: pass its to_dense(), or make it a buffer if it is not trained."
+        )
+    if parameter.requires_grad and parameter.is_floating_point() and parameter.itemsize < 2:
+        raise ShardwellError(
+            f"parameter '{name}' is trainable and {str(parameter.dtype).removeprefix('torch.')}, in which torch cannot "
+            "add: freeze it (requires_grad_(False)), or train it in 16 or 32 bits."
+        )
     if hasattr(kind, "__tensor_flatten__") or kind.__torch_dispatch__ is not Tensor.__torch_dispatch__:
         raise ShardwellError(
             f"parameter '{name}' is a {kind.__module__}.{kind.__qualname__}, which keeps its values in other tensors: "
