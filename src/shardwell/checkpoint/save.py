@@ -26,6 +26,7 @@ from torch.distributed import DistError, HashStore  # type: ignore[attr-defined]
 from shardwell.checkpoint.files import stream
 from shardwell.checkpoint.folder import Folder
 from shardwell.checkpoint.manifest import Manifest
+from shardwell.checkpoint.merging import Merger
 from shardwell.checkpoint.rank_contents import RankContents
 from shardwell.errors import CheckpointError
 from shardwell.long_work import LongWork
@@ -191,12 +192,14 @@ class Saver:
             self._wait_for(job, f"{_WRITTEN}/{ALL}")
             if problems := self._problems(job):
                 raise CheckpointError("; ".join(problems))
-            manifests = [own] if own is not None else []
+            merger = Merger(str(job.temporary))
+            if own is not None:
+                merger.add(own)
             for rank in range(1, self._num_ranks):
                 path = self._part_of(job, rank)
-                manifests.append(Manifest.from_json(path.read_text(encoding="ascii"), str(path), part=True))
+                merger.add_text(path.read_text(encoding="ascii"), str(path))
                 path.unlink()
-            manifest = Manifest.merge(manifests, str(job.temporary))
+            manifest = merger.finish()
             job.folder.commit(job.temporary, job.tag, manifest, is_latest=job.is_latest)
             if job.keep_last is not None:
                 self._prune(job, job.keep_last)
