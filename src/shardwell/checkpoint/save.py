@@ -26,6 +26,7 @@ from torch.distributed import DistError, HashStore  # type: ignore[attr-defined]
 from shardwell.checkpoint.files import stream
 from shardwell.checkpoint.folder import Folder
 from shardwell.checkpoint.manifest import Manifest
+from shardwell.checkpoint.many_files import each
 from shardwell.checkpoint.merging import Merger
 from shardwell.checkpoint.rank_contents import RankContents
 from shardwell.errors import CheckpointError
@@ -195,10 +196,9 @@ class Saver:
             merger = Merger(str(job.temporary))
             if own is not None:
                 merger.add(own)
-            for rank in range(1, self._num_ranks):
-                path = self._part_of(job, rank)
-                merger.add_text(path.read_text(encoding="ascii"), str(path))
-                path.unlink()
+            paths = [self._part_of(job, rank) for rank in range(1, self._num_ranks)]
+            for path, text in zip(paths, each(_take, paths), strict=True):
+                merger.add_text(text, str(path))
             manifest = merger.finish()
             job.folder.commit(job.temporary, job.tag, manifest, is_latest=job.is_latest)
             if job.keep_last is not None:
@@ -315,6 +315,13 @@ class Saver:
             deadline, pause = time.monotonic() + seconds, Pause(self._num_ranks)
             while not has_all(self._store, self._key(job, _HEARD)) and time.monotonic() < deadline:
                 pause()
+
+
+def _take(path: Path) -> str:
+    """Return the text of a rank's part of the manifest, and remove its file."""
+    text = path.read_text(encoding="ascii")
+    path.unlink()
+    return text
 
 
 class Snapshot:
