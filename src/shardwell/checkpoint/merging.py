@@ -41,6 +41,7 @@ class Merger:
         self._tensors: dict[str, _Merged] = {}
         self._files: dict[str, FileRecord] = {}
         self._values: dict[str, tuple[Any, str]] = {}  # each with its text
+        self._names: dict[str, str] = {}
 
     def add(self, part: Manifest) -> None:
         """Add the part of this rank."""
@@ -99,7 +100,8 @@ class Merger:
         pieces = raw.pop("pieces")
         known = self._tensors.get(name)
         if known is not None and known.described == raw and pieces and len(pieces[0]) == 4:
-            known.add_rows(pieces)
+            same = self._names.setdefault  # each name is one object, however many parts have it
+            known.add_rows((same(file, file), same(key, key), start, numel) for file, key, start, numel in pieces)
             return
         record = read_tensor({**raw, "pieces": pieces}, f"{where}: tensors[{show(name)}]")
         self._add_tensor(name, record).described = raw
