@@ -4,8 +4,8 @@
 
 The layouts of a decoder are those of stage 3, with fp32 masters and two moments, over so many ranks. No tensor is
 written: each rank's part of the manifest is made as a save makes it, with checksums that nobody compares. Then rank 0
-reads and merges all parts and writes the text (a save), reads it and checks it, and another rank takes the text that it
-was sent (a load). Times are those of the processor, of one thread.
+reads and merges all parts and writes the text (a save), reads it, checks it and makes the index that it sends, and
+another rank takes that (a load). Times are those of the processor, of one thread.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import resource
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -26,6 +27,8 @@ from benchmarks.measure import circumstances, command_line, keep, told
 from benchmarks.model import PRESETS, SEVEN, Decoder, DecoderConfig
 from shardwell.checkpoint.files import FileRecord
 from shardwell.checkpoint.manifest import Manifest
+from shardwell.checkpoint.manifest_index import index_of, manifest_of
+from shardwell.checkpoint.merging import Merger
 from shardwell.checkpoint.pieces import FilePiece, TensorRecord
 from shardwell.sharding.layout import Layout, TensorSpec, make_layout
 
@@ -69,7 +72,13 @@ def timed(call: Callable[[], Found]) -> tuple[float, Found]:
 
 
 def _merged(texts: Sequence[str]) -> tuple[float, Manifest]:
-    return timed(lambda: Manifest.merge(Manifest.from_json(one, part=True) for one in texts))
+    def merge() -> Manifest:
+        merger = Merger()
+        for number, one in enumerate(texts):
+            merger.add_text(one, f"part {number}")
+        return merger.finish()
+
+    return timed(merge)
 
 
 def measure(config: DecoderConfig, num_ranks: int) -> dict[str, float]:
@@ -81,8 +90,10 @@ def measure(config: DecoderConfig, num_ranks: int) -> dict[str, float]:
     writing, text = timed(whole.text)
     num_pieces = sum(len(record.pieces) for record in whole.tensors.values())
     del whole
-    reading, _ = timed(lambda: Manifest.from_json(text))
-    taking, _ = timed(lambda: Manifest.from_json(text, is_checked=True))
+    reading, known = timed(lambda: Manifest.from_json(text))
+    telling, index = timed(partial(index_of, known))
+    del known
+    taking, _ = timed(lambda: manifest_of(index))
     return {
         "pieces": num_pieces,
         "part_bytes": len(first),
@@ -91,6 +102,8 @@ def measure(config: DecoderConfig, num_ranks: int) -> dict[str, float]:
         "merge_seconds": merging,
         "text_seconds": writing,
         "read_seconds": reading,
+        "index_bytes": len(index),
+        "tell_seconds": telling,
         "take_seconds": taking,
         "peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
     }
@@ -103,6 +116,8 @@ ROWS: dict[str, Callable[[dict[str, float]], str]] = {
     "save: rank 0 merges, s": lambda found: f"{found['merge_seconds']:.2f}",
     "save: rank 0 writes, s": lambda found: f"{found['text_seconds']:.2f}",
     "load: rank 0 reads, s": lambda found: f"{found['read_seconds']:.2f}",
+    "load: rank 0 makes the index, s": lambda found: f"{found['tell_seconds']:.2f}",
+    "bytes of the index": lambda found: f"{found['index_bytes'] / 2**20:,.1f} MiB",
     "load: another rank takes it, s": lambda found: f"{found['take_seconds']:.2f}",
 }
 

@@ -25,6 +25,7 @@ from shardwell.checkpoint.boxes import Box, Region, order_of, reordered, stride_
 from shardwell.checkpoint.compare import compare
 from shardwell.checkpoint.export import to_dcp, to_own, to_safetensors
 from shardwell.checkpoint.load import CheckpointLoader
+from shardwell.checkpoint.merging import merge
 from shardwell.checkpoint.rank_contents import RankContents, SavedPiece
 from shardwell.checkpoint.sources import DcpSource, ShardwellSource, Source, open_source, reading
 from shardwell.checkpoint.verify import damages
@@ -73,7 +74,7 @@ def save_boxes(
                     path / file, [one.entry for one in saved.values()], lambda key, of=saved: of[key].read()
                 )
                 parts += [Manifest({name: one.record(file)}, {file: record}, values or {}) for one in saved.values()]
-    return folder.commit(path, "a", Manifest.merge(parts))
+    return folder.commit(path, "a", merge(parts))
 
 
 @contextmanager
@@ -305,7 +306,7 @@ def save_engines(root: Path, engines: list[shardwell.Engine]) -> None:
             Manifest({name: part.record(file) for name, part in mine.items()}, {file: record}, contents.scalars)
         )
         contents.close()
-    folder.commit(path, "a", Manifest.merge(parts))
+    folder.commit(path, "a", merge(parts))
 
 
 def masters_and_states(engine: shardwell.Engine) -> dict[str, Tensor]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -11,6 +11,8 @@ import torch
 
 from shardwell.checkpoint import BoxPiece, FilePiece, FileRecord, Manifest, TensorRecord
 from shardwell.checkpoint import pieces as pieces_module
+from shardwell.checkpoint.manifest_index import index_of, manifest_of
+from shardwell.checkpoint.merging import Merger, merge
 from shardwell.errors import CheckpointError
 from tests.support.forged_manifests import CRC, put, sign
 
@@ -124,7 +126,7 @@ def test_the_number_of_boxes_and_of_cut_dimensions_is_limited(monkeypatch: pytes
 # --- merging ----------------------------------------------------------------------------------------------------
 
 
-def parts(pieces: list[FilePiece], **more: Any) -> list[Manifest]:
+def parts(pieces: Sequence[FilePiece], **more: Any) -> list[Manifest]:
     return [Manifest({W: record(piece, **more)}, {piece.file: file("w")}) for piece in pieces]
 
 
@@ -132,16 +134,21 @@ def test_parts_of_boxes_are_merged_in_any_order() -> None:
     given = parts([PIECES[index] for index in (2, 1, 3, 0)])
     for part in given:
         assert Manifest.from_json(part.to_json(part=True), part=True) == part
-    assert Manifest.merge(given).tensors[W] == record(*PIECES)
+    merger = Merger()
+    for part in given:
+        merger.add_text(part.text(), "part")
+    whole = merge(given)
+    assert whole.tensors[W] == record(*PIECES)
+    assert merger.finish() == whole == manifest_of(index_of(whole))
     with pytest.raises(CheckpointError, match="elements 0 to 5 are in no piece"):
-        Manifest.merge(given[:3])
+        merge(given[:3])
     with pytest.raises(CheckpointError, match=r"element \[0, 0\] is in no box"):
-        Manifest.merge([given[0], given[2]])
+        merge([given[0], given[2]])
 
 
 def test_boxes_that_are_rows_are_written_as_ranges_which_older_readers_know() -> None:
     rows = [piece(0, 0, 4, ((0, 0), (2, 6))), piece(1, 4, 8, ((0, 0), (2, 6))), piece(2, 0, 6, ((2, 0), (1, 6)))]
-    merged = Manifest.merge(parts([rows[index] for index in (2, 1, 0)]))
+    merged = merge(parts([rows[index] for index in (2, 1, 0)]))
     ranges = [FilePiece("r0", "w", 0, 4), FilePiece("r1", "w", 4, 8), FilePiece("r2", "w", 12, 6)]
     assert merged.tensors[W] == record(*ranges)
     assert merged.version == 1
@@ -150,7 +157,7 @@ def test_boxes_that_are_rows_are_written_as_ranges_which_older_readers_know() ->
 
 def test_columns_are_ranges_where_columns_are_rows_of_memory() -> None:
     columns = [piece(0, 0, 12, LEFT), piece(1, 0, 6, RIGHT)]
-    merged = Manifest.merge(parts(columns, stride=(1, 3)))
+    merged = merge(parts(columns, stride=(1, 3)))
     assert merged.tensors[W].pieces == (FilePiece("r0", "w", 0, 12), FilePiece("r1", "w", 12, 6))
 
 
@@ -159,13 +166,13 @@ def test_the_order_of_dimensions_comes_from_ranks_that_can_tell() -> None:
     three = piece(2, 0, 9, ((0, 3), (3, 3)))
     given = [*parts([one]), *parts([two, three], stride=(1, 3))]  # a single row looks the same in both orders
     for order in ((0, 1, 2), (2, 1, 0)):
-        assert Manifest.merge([given[index] for index in order]).tensors[W].stride == (1, 3)
+        assert merge([given[index] for index in order]).tensors[W].stride == (1, 3)
     with pytest.raises(CheckpointError, match=r"stride: ranks disagree: \(6, 1\) and \(1, 3\)"):
-        Manifest.merge([*parts([two]), *parts([one, three], stride=(1, 3))])
+        merge([*parts([two]), *parts([one, three], stride=(1, 3))])
 
 
 def test_ranks_that_disagree_about_boxes_are_refused() -> None:
     with pytest.raises(CheckpointError, match=r"here: tensors\[\"w\"\].pieces: ranks disagree: a box for some"):
-        Manifest.merge(parts([PIECES[0], FilePiece("r1", "w", 5, 7)]), "here")
+        merge(parts([PIECES[0], FilePiece("r1", "w", 5, 7)]), "here")
     with pytest.raises(CheckpointError, match="elements 0 to 5 are in two pieces"):
-        Manifest.merge(parts([*PIECES, piece(4, 0, 5, LEFT)]))
+        merge(parts([*PIECES, piece(4, 0, 5, LEFT)]))

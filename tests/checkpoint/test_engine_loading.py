@@ -46,6 +46,22 @@ def test_another_optimizer_is_refused_unless_the_model_alone_is_wanted(tmp_path:
     assert other.global_steps == 1
 
 
+@pytest.mark.parametrize("saved", [True, None])
+def test_how_a_step_is_computed_is_not_taken_from_a_checkpoint(saved: bool | None, tmp_path: Path) -> None:
+    def engine(fused: bool | None, lr: float) -> shardwell.Engine:
+        model = Gpt()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=lr, fused=fused)
+        return shardwell.initialize(model=model, optimizer=optimizer, config=zero(1), device="cpu").engine
+
+    one, other = engine(saved, 0.5), engine(None if saved else True, 0.1)
+    step(one)
+    one.save_checkpoint(tmp_path)
+    other.load_checkpoint(tmp_path)
+    assert other.optimizer.param_groups[0]["fused"] is (None if saved else True)
+    assert other.get_lr() == [0.5]
+    step(other, 1)
+
+
 def test_the_module_alone_leaves_counters_schedules_and_state(tmp_path: Path) -> None:
     engine = alone()
     step(engine)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import json
+import zlib
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -16,6 +17,8 @@ from hypothesis import strategies as st
 
 from shardwell.checkpoint import DTYPES, FileExtent, FilePiece, FileRecord, Manifest, TensorRecord, plan
 from shardwell.checkpoint.manifest import plain_name
+from shardwell.checkpoint.manifest_index import index_of, manifest_of
+from shardwell.checkpoint.merging import Merger, merge
 from shardwell.checkpoint.parsing import MAX_DIGITS, parse_json
 from shardwell.errors import CheckpointError
 from shardwell.sharding.layout import TensorSpec, contiguous_stride, make_layout
@@ -117,7 +120,12 @@ def test_any_manifest_comes_back_from_json(tensors: dict[str, TensorRecord], val
     keys = [(piece.file, piece.key) for record in renamed.values() for piece in record.pieces]
     files = {name: file(*(key for home, key in keys if home == name), size=10_000) for name in ("f0", "f1", "f2")}
     manifest = Manifest(renamed, files, values)
-    assert Manifest.from_json(manifest.to_json()) == manifest
+    text = manifest.to_json()
+    assert Manifest.from_json(text) == manifest
+    assert manifest_of(index_of(Manifest.from_json(text))) == manifest
+    content = json.loads(text)
+    told = f',"checksum":"{content.pop("checksum")}"}}'
+    assert text == json.dumps(content, sort_keys=True, separators=(",", ":"))[:-1] + told
 
 
 # --- what is wrong ----------------------------------------------------------------------------------------------
@@ -359,12 +367,50 @@ def parts() -> list[Manifest]:
     ]
 
 
-def test_parts_of_ranks_become_one_manifest() -> None:
-    merged = Manifest.merge(parts())
+def merge_texts(given: list[Manifest], where: str = "") -> Manifest:
+    """What rank 0 does: its own part is a value, the others are texts."""
+    merger = Merger(where)
+    merger.add(given[0])
+    for number, part in enumerate(given[1:]):
+        merger.add_text(part.text(), f"{where}: part {number}")
+    return merger.finish()
+
+
+MERGES = [merge, merge_texts]
+
+
+@pytest.mark.parametrize("merge", MERGES)
+def test_parts_of_ranks_become_one_manifest(merge: Callable[[list[Manifest]], Manifest]) -> None:
+    merged = merge(parts())
     assert merged.tensors[W].pieces == (FilePiece("r0", "w", 0, 5), FilePiece("r1", "w", 5, 7))
     assert merged.files.keys() == {"r0", "r1"}
     assert merged.values == {"step": 3, "rng.0": [5], "rng.1": [4]}
-    assert Manifest.merge([]) == Manifest()
+    assert merge([Manifest()]) == Manifest()
+
+
+def test_a_part_that_changed_on_its_way_is_refused() -> None:
+    text = parts()[1].text()
+    for number in range(len(text)):
+        changed = text[:number] + chr(ord(text[number]) ^ 1) + text[number + 1 :]
+        with pytest.raises(CheckpointError, match="there: "):
+            Merger().add_text(changed, "there")
+
+
+@pytest.mark.parametrize("pieces", [None, 3, [3], [[]], [["r1"]], [["r1", "w", 0, 5, 1]], [["r1", "w", "0", 5]]])
+def test_a_forged_part_is_refused(pieces: Any) -> None:
+    content = json.loads(parts()[0].text())
+    content["tensors"][W]["pieces"] = pieces
+    content.pop("checksum")
+    text = json.dumps(content, sort_keys=True, separators=(",", ":"))
+    merger = Merger()
+    merger.add(parts()[1])
+
+    def add() -> None:
+        merger.add_text(f'{text[:-1]},"checksum":"{zlib.crc32(text.encode()):08x}"}}', "there")
+        merger.finish()
+
+    with pytest.raises(CheckpointError, match=r"tensors\["):
+        add()
 
 
 def test_a_part_travels_as_json_and_is_no_manifest() -> None:
@@ -400,15 +446,18 @@ def test_a_valid_part_is_still_no_manifest_and_a_changed_copy_is_checked() -> No
         ),
         (Manifest({W: tensor(FilePiece("x", "w", 0, 5))}, {"x": file("w")}), "the pieces before it reach 5"),
         (Manifest({"other": tensor(FilePiece("x", "w", 0, 5))}, {"x": file("w")}), "elements 5 to 12 are in no piece"),
-        (Manifest({W: tensor(FilePiece("x", "w", 0, 5))}), "is not among the files"),
+        (Manifest({"other": tensor(FilePiece("x", "w", 0, 12))}), "is not among the files"),
         (Manifest(files={"r0": file()}), 'files["r0"]: written by two ranks'),
         (Manifest(values={"step": 4}), "values.step: ranks disagree"),
         (Manifest(values={"step": True}), "values.step: ranks disagree"),
     ],
 )
-def test_parts_that_contradict_one_another_are_refused(other: Manifest, sentence: str) -> None:
+@pytest.mark.parametrize("merge", MERGES)
+def test_parts_that_contradict_one_another_are_refused(
+    other: Manifest, sentence: str, merge: Callable[[list[Manifest], str], Manifest]
+) -> None:
     with pytest.raises(CheckpointError) as caught:
-        Manifest.merge([*parts(), other], "here")
+        merge([*parts(), other], "here")
     assert str(caught.value).startswith("here: ")
     assert sentence in str(caught.value)
 
@@ -416,7 +465,7 @@ def test_parts_that_contradict_one_another_are_refused(other: Manifest, sentence
 def test_merging_does_not_change_the_parts() -> None:
     given_parts = parts()
     before = copy.deepcopy(given_parts)
-    Manifest.merge(given_parts)
+    merge(given_parts)
     assert given_parts == before
 
 
@@ -442,7 +491,7 @@ def test_any_number_of_ranks_finds_its_shards_in_what_another_number_wrote(
             for slot in flat.slots
         }
         found.append(Manifest(records, {f"r{rank}": file(*held, size=10_000)}))
-    merged = Manifest.from_json(Manifest.merge(found).to_json())
+    merged = Manifest.from_json(merge(found).to_json())
     starts = {(piece.file, piece.key): piece.start for record in merged.tensors.values() for piece in record.pieces}
     other = make_layout(specs, readers, alignment=1)
     for rank in range(readers):

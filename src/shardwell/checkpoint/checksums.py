@@ -15,6 +15,7 @@ from shardwell.kernels import crc32, crc32_blocks, crc32_combine
 ALGORITHM = "crc32"
 CHECKSUM = re.compile("[0-9a-f]{8}")
 CHECKSUMS = re.compile("(?:[0-9a-f]{8})+")
+HEX = re.compile("[0-9a-f]*")
 BLOCK = 2**18  # bytes; at each end of a partial read, half a block more is read on average
 DIGITS = 8
 

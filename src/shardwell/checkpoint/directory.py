@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from shardwell.checkpoint.manifest import NAME, Manifest, plain_name, read_manifest
+from shardwell.checkpoint.many_files import each
 from shardwell.checkpoint.parsing import failing
 from shardwell.errors import CheckpointError
 
@@ -112,8 +113,7 @@ def step_in(path: Path) -> int:
 def is_complete(path: Path) -> bool:
     """Tell whether a checkpoint is complete: its manifest is valid, and all its files have their sizes."""
     try:
-        for name, size in summary(path).sizes.items():
-            _check_file(path / name, size)
+        _check_sizes(path, summary(path).sizes)
     except CheckpointError:
         return False
     return True
@@ -134,10 +134,15 @@ def looks_broken(path: Path) -> bool:
 
 def check_files(path: Path, manifest: Manifest) -> None:
     """Raise unless each file of the manifest exists, is no link, and has its size."""
-    for name, record in manifest.files.items():
+    for name in manifest.files:
         if not plain_name(name):
             raise CheckpointError(f"{path / NAME}: files[{name!r}]: not a plain name")
-        _check_file(path / name, record.size)
+    _check_sizes(path, {name: record.size for name, record in manifest.files.items()})
+
+
+def _check_sizes(path: Path, sizes: Mapping[str, int]) -> None:
+    for _ in each(lambda name: _check_file(path / name, sizes[name]), list(sizes)):
+        pass
 
 
 def _check_file(path: Path, size: int) -> None:

@@ -14,17 +14,25 @@ may have more bytes than the files that hold it.
 
 from __future__ import annotations
 
-import json
 import math
-import zlib
-from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import astuple, dataclass, field, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import chain, repeat
 from pathlib import Path
 from typing import Any
 
-from shardwell.checkpoint.checksums import ALGORITHM, CHECKSUM, CHECKSUMS
+from shardwell.checkpoint.checksums import ALGORITHM, CHECKSUM, CHECKSUMS, DIGITS, HEX
 from shardwell.checkpoint.files import FileRecord
+from shardwell.checkpoint.manifest_text import (
+    canonical,
+    checksum_of,
+    ends_with_checksum,
+    expect_fields,
+    expect_object,
+    read_file,
+    read_tensor,
+    text_of,
+)
 from shardwell.checkpoint.parsing import (
     CODES,
     LIMIT,
@@ -32,12 +40,12 @@ from shardwell.checkpoint.parsing import (
     failing,
     is_size,
     open_plain,
-    parse_dtype,
     parse_json,
     parse_shape,
     show,
+    without_collections,
 )
-from shardwell.checkpoint.pieces import BoxPiece, FilePiece, TensorRecord, check_size, check_tiling, merge_boxes
+from shardwell.checkpoint.pieces import FilePiece, FlatPieces, TensorRecord, check_size, check_tiling
 from shardwell.errors import CheckpointError
 from shardwell.sharding.layout import dense_stride
 
@@ -71,42 +79,21 @@ class Manifest:
 
     def text(self, where: str = NAME) -> str:
         """Return the text of `to_json` for a manifest that was checked already."""
-        text = _canonical(_content(self))
-        text = f'{text[:-1]},"checksum":"{_checksum(text)}"}}'
+        text = text_of(self.tensors, self.files, self.values, self.version)
+        text = f'{text[:-1]},"checksum":"{checksum_of(text)}"}}'
         if len(text) > MAX_BYTES:
             raise CheckpointError(f"{where}: {len(text)} bytes; expected at most {MAX_BYTES}; save less in values")
         return text
 
     @staticmethod
-    def from_json(text: str | bytes, where: str = NAME, *, part: bool = False, is_checked: bool = False) -> Manifest:
-        """Return the manifest in a text, which messages call `where`. A part need not tile its tensors.
-
-        With `is_checked`, another rank of the job has made the text of a manifest that it has checked.
-        """
+    def from_json(text: str | bytes, where: str = NAME, *, part: bool = False) -> Manifest:
+        """Return the manifest in a text, which messages call `where`. A part need not tile its tensors."""
         if len(text) > MAX_BYTES:
             raise CheckpointError(f"{where}: {len(text)} bytes; expected at most {MAX_BYTES}")
-        content = parse_json(text, where)
-        if not isinstance(content, dict):
-            raise CheckpointError(f"{where}: expected a JSON object at the top, found {show(content)}")
-        version = content.get("version")
-        if type(version) is not int or version not in (VERSION, BOX_VERSION):
-            raise CheckpointError(
-                f"{where}: version: expected {VERSION} or {BOX_VERSION}, found {show(version)}; "
-                "it was written by another version of shardwell, or is no manifest"
-            )
-        fields = _fields(content, ("version", "tensors", "files", "values", "checksum"), where)
-        tensors = {
-            name: _read_tensor(raw, f"{where}: tensors[{show(name)}]")
-            for name, raw in _object(fields["tensors"], f"{where}: tensors").items()
-        }
-        files = {
-            name: _read_file(raw, f"{where}: files[{show(name)}]")
-            for name, raw in _object(fields["files"], f"{where}: files").items()
-        }
-        manifest = Manifest(tensors, files, _object(fields["values"], f"{where}: values"))
-        if is_checked:
-            object.__setattr__(manifest, "_is_valid", True)
-            return manifest
+        with without_collections(len(text)):
+            content = parse_json(text, where)
+            manifest = _read(content, where)
+        version = content["version"]
         if manifest.version != version:
             boxes = "with" if manifest.version == BOX_VERSION else "without"
             raise CheckpointError(
@@ -114,44 +101,9 @@ class Manifest:
             )
         manifest.check(where, part=part)
         expected = content.pop("checksum")
-        if not _ends_with_checksum(text, expected) and _checksum(_canonical(content)) != expected:
+        if not ends_with_checksum(text, expected) and checksum_of(canonical(content)) != expected:
             raise CheckpointError(f"{where}: checksum: the manifest was damaged or changed after it was written")
         return manifest
-
-    @staticmethod
-    def merge(parts: Iterable[Manifest], where: str = NAME) -> Manifest:
-        """Merge the manifests of all ranks. Values that several of them have must agree, and the pieces must tile."""
-        tensors: dict[str, TensorRecord] = {}
-        pieces: dict[str, list[FilePiece]] = {}
-        boxed: defaultdict[str, list[TensorRecord]] = defaultdict(list)  # the records of ranks that hold boxes
-        files: dict[str, FileRecord] = {}
-        values: dict[str, Any] = {}
-        for part in parts:
-            part.check(where, part=True)
-            for name, record in part.files.items():
-                if name in files:
-                    raise CheckpointError(f"{where}: files[{show(name)}]: written by two ranks; use different names")
-                files[name] = record
-            for name, tensor in part.tensors.items():
-                _check_same(tensors.setdefault(name, tensor), tensor, f"{where}: tensors[{show(name)}]")
-                pieces.setdefault(name, []).extend(tensor.pieces)
-                if tensor.is_boxed:
-                    boxed[name].append(tensor)
-            for key, value in part.values.items():
-                if values.setdefault(key, value) is not value and _canonical(values[key]) != _canonical(value):
-                    raise CheckpointError(f"{where}: values.{key}: ranks disagree; save it under a key of its own")
-        whole = Manifest(
-            {
-                name: merge_boxes(boxed[name], pieces[name], f"{where}: tensors[{show(name)}]")
-                if name in boxed
-                else replace(first, pieces=tuple(sorted(pieces[name], key=lambda piece: piece.start)))
-                for name, first in tensors.items()
-            },
-            files,
-            values,
-        )
-        whole.check(where)
-        return whole
 
     def check(self, where: str = NAME, *, part: bool = False) -> None:
         """Raise unless the manifest is valid. One that was found valid is not checked again."""
@@ -160,18 +112,21 @@ class Manifest:
         for name, record in self.files.items():
             _check_file(name, record, f"{where}: files[{show(name)}]")
         rest = {name: record.size for name, record in self.files.items()}  # bytes that no piece has claimed yet
-        used: set[tuple[str, str]] = set()
+        free = {*chain.from_iterable(zip(repeat(name), file.checksums) for name, file in self.files.items())}
         for name, tensor in self.tensors.items():
             entry = f"{where}: tensors[{show(name)}]"
             _check_text(name, entry)
             _check_tensor(tensor, entry)
             check_tiling(tensor, entry, part)
-            for index, piece in enumerate(tensor.pieces):
-                _check_place(piece, self.files, used, entry, index)
-                rest[piece.file] -= piece.numel * tensor.dtype.itemsize
-                if rest[piece.file] < 0:
+            if not _claim_places(tensor.pieces, free):
+                for index, piece in enumerate(tensor.pieces):
+                    _check_place(piece, self.files, free, entry, index)
+            pieces = FlatPieces.of(tensor.pieces)
+            for index, (file, numel) in enumerate(zip(pieces.files, pieces.numels, strict=True)):
+                rest[file] -= numel * tensor.dtype.itemsize
+                if rest[file] < 0:
                     raise CheckpointError(
-                        f"{entry}.pieces[{index}]: more bytes than {piece.file} has ({self.files[piece.file].size})"
+                        f"{entry}.pieces[{index}]: more bytes than {file} has ({self.files[file].size})"
                     )
             if tensor.is_boxed:
                 _check_has_blocks(tensor, self.files, entry)
@@ -202,6 +157,28 @@ def plain_name(name: Any) -> bool:
     return not any(sign in name for sign in "/\\\0") and len(name.encode("utf-8", "replace")) <= MAX_NAME
 
 
+def _read(content: Any, where: str) -> Manifest:
+    """Return the manifest of a parsed text, of which only the form was checked."""
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{where}: expected a JSON object at the top, found {show(content)}")
+    version = content.get("version")
+    if type(version) is not int or version not in (VERSION, BOX_VERSION):
+        raise CheckpointError(
+            f"{where}: version: expected {VERSION} or {BOX_VERSION}, found {show(version)}; "
+            "it was written by another version of shardwell, or is no manifest"
+        )
+    fields = expect_fields(content, ("version", "tensors", "files", "values", "checksum"), where)
+    tensors = {
+        name: read_tensor(raw, f"{where}: tensors[{show(name)}]")
+        for name, raw in expect_object(fields["tensors"], f"{where}: tensors").items()
+    }
+    files = {
+        name: read_file(raw, f"{where}: files[{show(name)}]")
+        for name, raw in expect_object(fields["files"], f"{where}: files").items()
+    }
+    return Manifest(tensors, files, expect_object(fields["values"], f"{where}: values"))
+
+
 # --- checking ---------------------------------------------------------------------------------------------------
 
 
@@ -212,7 +189,7 @@ def _check_file(name: Any, record: FileRecord, where: str) -> None:
         raise CheckpointError(f"{where}.algorithm: expected {show(ALGORITHM)}, found {show(record.algorithm)}")
     check_size(record.size, f"{where}.size")
     _check_checksum(record.header, f"{where}.header")
-    for key, checksum in record.checksums.items():
+    for key, checksum in () if _are_checksums(record.checksums) else record.checksums.items():
         if not is_text(key) or not is_text(checksum) or not CHECKSUM.fullmatch(checksum):
             _check_text(key, f"{where}.checksums")
             _check_checksum(checksum, f"{where}.checksums[{show(key)}]")
@@ -222,6 +199,13 @@ def _check_file(name: Any, record: FileRecord, where: str) -> None:
     for key, sums in record.blocks.items():
         if key not in record.checksums or not is_text(sums) or not CHECKSUMS.fullmatch(sums):
             raise CheckpointError(f"{where}.blocks[{show(key)}]: expected checksums of a tensor's blocks")
+
+
+def _are_checksums(sums: Mapping[str, str]) -> bool:
+    """Tell whether all keys are texts and all values are checksums; looks at all of them at once."""
+    if set(map(type, chain(sums, sums.values()))) - {str} or set(map(len, sums.values())) - {DIGITS}:
+        return False
+    return HEX.fullmatch("".join(sums.values())) is not None
 
 
 def _check_tensor(record: TensorRecord, where: str) -> None:
@@ -241,17 +225,28 @@ def _check_tensor(record: TensorRecord, where: str) -> None:
         raise CheckpointError(f'{where}.kind: expected a word such as "parameter"')
 
 
+def _claim_places(pieces: Sequence[FilePiece], free: set[tuple[str, str]]) -> bool:
+    """Take the places of pieces from those that are free, all at once; return False if one of them is not."""
+    if not isinstance(pieces, FlatPieces) or not pieces.is_plain:
+        return False
+    places = set(zip(pieces.files, pieces.keys, strict=True))
+    if len(places) < len(pieces) or not places <= free:
+        return False
+    free -= places
+    return True
+
+
 def _check_place(
-    piece: FilePiece, files: Mapping[str, FileRecord], used: set[tuple[str, str]], where: str, index: int
+    piece: FilePiece, files: Mapping[str, FileRecord], free: set[tuple[str, str]], where: str, index: int
 ) -> None:
     if not is_text(piece.file) or piece.file not in files:
         raise CheckpointError(f"{where}.pieces[{index}].file: {show(piece.file)} is not among the files")
     if not is_text(piece.key) or piece.key not in files[piece.file].checksums:
         raise CheckpointError(f"{where}.pieces[{index}].key: {show(piece.key)} is not in {piece.file}")
     place = (piece.file, piece.key)
-    if place in used:
+    if place not in free:
         raise CheckpointError(f"{where}.pieces[{index}].key: {show(piece.key)} in {piece.file} is claimed twice")
-    used.add(place)
+    free.remove(place)
 
 
 def _check_has_blocks(record: TensorRecord, files: Mapping[str, FileRecord], where: str) -> None:
@@ -259,13 +254,6 @@ def _check_has_blocks(record: TensorRecord, files: Mapping[str, FileRecord], whe
     for index, piece in enumerate(record.pieces):
         if not files[piece.file].block:
             raise CheckpointError(f"{where}.pieces[{index}]: {piece.file} has no checksums of blocks")
-
-
-def _check_same(first: TensorRecord, other: TensorRecord, where: str) -> None:
-    for name in ("dtype", "shape", "kind") if other.is_boxed else ("dtype", "shape", "stride", "kind"):
-        one, two = getattr(first, name), getattr(other, name)
-        if one != two:
-            raise CheckpointError(f"{where}.{name}: ranks disagree: {one} and {two}")
 
 
 def _check_json(value: Any, where: str, depth: int) -> None:
@@ -307,120 +295,3 @@ def _check_text(value: Any, where: str) -> None:
 def _check_checksum(value: Any, where: str) -> None:
     if not is_text(value) or not CHECKSUM.fullmatch(value):
         raise CheckpointError(f"{where}: expected a checksum of 8 hexadecimal digits, found {show(value)}")
-
-
-# --- to and from JSON -------------------------------------------------------------------------------------------
-
-
-def _content(manifest: Manifest) -> dict[str, Any]:
-    return {
-        "version": manifest.version,
-        "tensors": {
-            name: {
-                "dtype": CODES[record.dtype],
-                "shape": record.shape,
-                "stride": record.stride,
-                "kind": record.kind,
-                "pieces": _content_of_pieces(record),
-            }
-            for name, record in manifest.tensors.items()
-        },
-        "files": {
-            name: {
-                "size": record.size,
-                "algorithm": record.algorithm,
-                "header": record.header,
-                "checksums": dict(record.checksums),
-                **({"block": record.block, "blocks": dict(record.blocks)} if record.block else {}),
-            }
-            for name, record in manifest.files.items()
-        },
-        "values": _plain(manifest.values),
-    }
-
-
-def _content_of_pieces(record: TensorRecord) -> list[tuple[Any, ...]]:
-    if record.is_boxed:
-        return [astuple(piece) for piece in record.pieces]
-    return [(piece.file, piece.key, piece.start, piece.numel) for piece in record.pieces]
-
-
-def _plain(value: Any) -> Any:
-    """Return a value with dictionaries in place of other mappings, for the encoder."""
-    if isinstance(value, Mapping):
-        return {key: _plain(item) for key, item in value.items()}
-    return [_plain(item) for item in value] if isinstance(value, list) else value
-
-
-def _canonical(content: Any) -> str:
-    return json.dumps(content, sort_keys=True, separators=(",", ":"), allow_nan=False)
-
-
-def _checksum(text: str) -> str:
-    return f"{zlib.crc32(text.encode('ascii')):08x}"
-
-
-def _ends_with_checksum(text: str | bytes, checksum: Any) -> bool:
-    """Tell whether a text is one that `Manifest.text` made with this checksum; one that was formatted anew is not."""
-    text = text.encode("utf-8", "replace") if isinstance(text, str) else text
-    end = f',"checksum":"{checksum}"}}'.encode("utf-8", "replace")
-    if not text.endswith(end):
-        return False
-    found = zlib.crc32(b"}", zlib.crc32(memoryview(text)[: -len(end)]))
-    return f"{found:08x}" == str(checksum)
-
-
-def _read_tensor(raw: Any, where: str) -> TensorRecord:
-    fields = _fields(raw, ("dtype", "shape", "stride", "kind", "pieces"), where)
-    found = _list(fields["pieces"], f"{where}.pieces")
-    is_boxed = bool(found) and isinstance(found[0], list) and len(found[0]) == 6
-    length = 6 if is_boxed else 4
-    pieces: list[FilePiece] = []
-    for index, piece in enumerate(found):
-        if not isinstance(piece, list) or len(piece) != length:
-            raise CheckpointError(f"{where}.pieces[{index}]: expected a list of {length}, found {show(piece)}")
-        pieces.append(_read_box_piece(piece, f"{where}.pieces[{index}]") if is_boxed else FilePiece(*piece))
-    return TensorRecord(
-        parse_dtype(fields["dtype"], where),
-        parse_shape(fields["shape"], where),
-        tuple(_list(fields["stride"], f"{where}.stride")),
-        fields["kind"],
-        tuple(pieces),
-    )
-
-
-def _read_box_piece(raw: list[Any], where: str) -> BoxPiece:
-    file, key, start, numel, offsets, sizes = raw
-    corner, lengths = tuple(_list(offsets, f"{where}.offsets")), tuple(_list(sizes, f"{where}.sizes"))
-    return BoxPiece(file, key, start, numel, corner, lengths)
-
-
-def _read_file(raw: Any, where: str) -> FileRecord:
-    fields = _fields(raw, ("size", "algorithm", "header", "checksums"), where, ("block", "blocks"))
-    checksums = _object(fields["checksums"], f"{where}.checksums")
-    blocks = _object(fields.get("blocks", {}), f"{where}.blocks")
-    return FileRecord(fields["size"], fields["header"], checksums, fields["algorithm"], blocks, fields.get("block", 0))
-
-
-def _object(raw: Any, where: str) -> dict[str, Any]:
-    if not isinstance(raw, dict):
-        raise CheckpointError(f"{where}: expected an object, found {show(raw)}")
-    return raw
-
-
-def _list(raw: Any, where: str) -> list[Any]:
-    if not isinstance(raw, list):
-        raise CheckpointError(f"{where}: expected a list, found {show(raw)}")
-    return raw
-
-
-def _fields(raw: Any, names: tuple[str, ...], where: str, others: tuple[str, ...] = ()) -> dict[str, Any]:
-    """Return an object that has all of `names`, and possibly `others`."""
-    content = _object(raw, where)
-    for name in names:
-        if name not in content:
-            raise CheckpointError(f"{where}: {name}: missing")
-    for name in content:
-        if name not in names and name not in others:
-            raise CheckpointError(f"{where}: {show(name)}: unknown field")
-    return content

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import math
 import os
@@ -37,6 +38,7 @@ CODES: dict[torch.dtype, str] = {dtype: code for code, dtype in DTYPES.items()}
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 LIMIT = 2**63  # sizes in bytes and elements stay below this
 MAX_DIMS = 64  # torch's limit
+LONG_TEXT = 2**20  # bytes of JSON, from which on the garbage collector pauses: 7 times as fast with 48 MiB
 MAX_DIGITS, MAX_BITS = 1000, 3300  # of a whole number in JSON; that many bits have fewer digits
 
 
@@ -80,7 +82,8 @@ def parse_json(text: str | bytes, where: str) -> Any:
         if isinstance(text, bytes):
             text = text.decode("utf-8")
         whole = integer if _may_have_long_number(text) else None
-        return json.loads(text, object_pairs_hook=pairs, parse_int=whole, parse_float=real, parse_constant=refuse)
+        with without_collections(len(text)):
+            return json.loads(text, object_pairs_hook=pairs, parse_int=whole, parse_float=real, parse_constant=refuse)
     except UnicodeDecodeError as error:
         raise CheckpointError(f"{where}: not text in UTF-8 ({error.reason} at byte {error.start})") from None
     except json.JSONDecodeError as error:
@@ -89,6 +92,19 @@ def parse_json(text: str | bytes, where: str) -> Any:
         ) from None
     except RecursionError:
         raise CheckpointError(f"{where}: nested too deeply") from None
+
+
+@contextlib.contextmanager
+def without_collections(num_bytes: int) -> Iterator[None]:
+    """Keep the garbage collector from looking, again and again, at the lists of a long text while they are made."""
+    pauses = num_bytes >= LONG_TEXT and gc.isenabled()
+    if pauses:
+        gc.disable()
+    try:
+        yield
+    finally:
+        if pauses:
+            gc.enable()
 
 
 def _may_have_long_number(text: str) -> bool:

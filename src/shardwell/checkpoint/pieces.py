@@ -19,12 +19,14 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, NamedTuple
+from itertools import chain
+from operator import add, eq, itemgetter
+from typing import Any, NamedTuple, overload
 
 import torch
 
 from shardwell.checkpoint.boxes import Box, Region, cut_dims, find_mistiled, order_of, reordered
-from shardwell.checkpoint.parsing import is_size, show
+from shardwell.checkpoint.parsing import LIMIT, is_size, show
 from shardwell.errors import CheckpointError
 from shardwell.sharding.layout import product
 
@@ -44,6 +46,89 @@ class FilePiece:
     @property
     def end(self) -> int:
         return self.start + self.numel
+
+
+class FlatPieces(Sequence[FilePiece]):
+    """Flat pieces of a tensor, by columns: a tensor may have one from each of thousands of ranks.
+
+    What a column has was read from a file, and may be anything until `is_plain` has looked at it.
+    """
+
+    def __init__(
+        self,
+        files: Sequence[str] = (),
+        keys: Sequence[str] = (),
+        starts: Sequence[int] = (),
+        numels: Sequence[int] = (),
+    ) -> None:
+        self.files, self.keys, self.starts, self.numels = files, keys, starts, numels
+
+    @classmethod
+    def of(cls, pieces: Sequence[FilePiece]) -> FlatPieces:
+        """Return pieces by columns; those that are already are returned as they are."""
+        if isinstance(pieces, FlatPieces):
+            return pieces
+        if len(pieces) == 1:  # of the part of one rank
+            (one,) = pieces
+            return cls((one.file,), (one.key,), (one.start,), (one.numel,))
+        return cls(
+            tuple(one.file for one in pieces),
+            tuple(one.key for one in pieces),
+            tuple(one.start for one in pieces),
+            tuple(one.numel for one in pieces),
+        )
+
+    @cached_property
+    def is_plain(self) -> bool:
+        """Whether names are texts and sizes are possible; looks at all of them at once."""
+        if set(map(type, chain(self.files, self.keys))) - {str} or set(map(type, chain(self.starts, self.numels))) - {
+            int
+        }:
+            return False
+        return (
+            min(chain(self.starts, self.numels), default=0) >= 0
+            and max(chain(self.starts, self.numels), default=0) < LIMIT
+        )
+
+    def tile(self, numel: int) -> bool:
+        """Whether the pieces are plain and follow one another from the first element to the last of `numel`."""
+        if not self.is_plain or not self.numels or min(self.numels) == 0:
+            return False
+        ends = list(map(add, self.starts, self.numels))
+        return self.starts[0] == 0 and ends[-1] == numel and all(map(eq, self.starts[1:], ends))
+
+    def in_order(self) -> FlatPieces:
+        """Return the pieces by their first elements."""
+        if not self.is_plain or list(self.starts) == sorted(self.starts):
+            return self
+        rows = sorted(zip(self.files, self.keys, self.starts, self.numels, strict=True), key=itemgetter(2))
+        return FlatPieces(*zip(*rows, strict=True))
+
+    def __len__(self) -> int:
+        return len(self.starts)
+
+    @overload
+    def __getitem__(self, index: int) -> FilePiece: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> tuple[FilePiece, ...]: ...
+
+    def __getitem__(self, index: int | slice) -> FilePiece | tuple[FilePiece, ...]:
+        if isinstance(index, slice):
+            return tuple(self[at] for at in range(*index.indices(len(self))))
+        return FilePiece(self.files[index], self.keys[index], self.starts[index], self.numels[index])
+
+    def __iter__(self) -> Iterator[FilePiece]:
+        return map(FilePiece, self.files, self.keys, self.starts, self.numels)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, (FlatPieces, tuple)) and tuple(self) == tuple(other)
+
+    def __hash__(self) -> int:
+        return hash(tuple(self))
+
+    def __repr__(self) -> str:
+        return repr(tuple(self))
 
 
 @dataclass(frozen=True)
@@ -80,7 +165,7 @@ class TensorRecord:
     shape: tuple[int, ...]
     stride: tuple[int, ...]  # the order of the flat elements in memory
     kind: str  # "parameter", "state:exp_avg"
-    pieces: tuple[FilePiece, ...]  # in order
+    pieces: Sequence[FilePiece]  # in order
 
     @property
     def numel(self) -> int:
@@ -183,6 +268,8 @@ def check_tiling(record: TensorRecord, where: str, part: bool) -> None:
     if record.is_boxed:
         _check_boxes(record, where, part)
         return
+    if isinstance(record.pieces, FlatPieces) and record.pieces.tile(record.numel):
+        return  # else what is wrong is looked for, one by one
     reached = 0
     for index, piece in enumerate(record.pieces):
         if not is_size(piece.start) or not is_size(piece.numel):  # messages are made only if needed: pieces are many

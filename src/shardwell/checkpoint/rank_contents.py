@@ -198,7 +198,7 @@ class RankContents:
         found: dict[str, TensorRecord] = {}
         for part in self.parts.values():
             record, known = part.record(file), found.get(part.name)
-            found[part.name] = record if known is None else replace(known, pieces=known.pieces + record.pieces)
+            found[part.name] = record if known is None else replace(known, pieces=(*known.pieces, *record.pieces))
         return found
 
 

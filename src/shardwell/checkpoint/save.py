@@ -26,6 +26,8 @@ from torch.distributed import DistError, HashStore  # type: ignore[attr-defined]
 from shardwell.checkpoint.files import stream
 from shardwell.checkpoint.folder import Folder
 from shardwell.checkpoint.manifest import Manifest
+from shardwell.checkpoint.many_files import each
+from shardwell.checkpoint.merging import Merger
 from shardwell.checkpoint.rank_contents import RankContents
 from shardwell.errors import CheckpointError
 from shardwell.long_work import LongWork
@@ -191,12 +193,13 @@ class Saver:
             self._wait_for(job, f"{_WRITTEN}/{ALL}")
             if problems := self._problems(job):
                 raise CheckpointError("; ".join(problems))
-            manifests = [own] if own is not None else []
-            for rank in range(1, self._num_ranks):
-                path = self._part_of(job, rank)
-                manifests.append(Manifest.from_json(path.read_text(encoding="ascii"), str(path), part=True))
-                path.unlink()
-            manifest = Manifest.merge(manifests, str(job.temporary))
+            merger = Merger(str(job.temporary))
+            if own is not None:
+                merger.add(own)
+            paths = [self._part_of(job, rank) for rank in range(1, self._num_ranks)]
+            for path, text in zip(paths, each(_take, paths), strict=True):
+                merger.add_text(text, str(path))
+            manifest = merger.finish()
             job.folder.commit(job.temporary, job.tag, manifest, is_latest=job.is_latest)
             if job.keep_last is not None:
                 self._prune(job, job.keep_last)
@@ -312,6 +315,13 @@ class Saver:
             deadline, pause = time.monotonic() + seconds, Pause(self._num_ranks)
             while not has_all(self._store, self._key(job, _HEARD)) and time.monotonic() < deadline:
                 pause()
+
+
+def _take(path: Path) -> str:
+    """Return the text of a rank's part of the manifest, and remove its file."""
+    text = path.read_text(encoding="ascii")
+    path.unlink()
+    return text
 
 
 class Snapshot:

@@ -21,7 +21,13 @@ from torch import Tensor
 from shardwell.checkpoint.described_values import check_counters
 from shardwell.checkpoint.parsing import show
 from shardwell.engine.checkpoint_groups import check_order, check_schedule
-from shardwell.engine.checkpoint_values import module_of_extra, random_state, restore_schedule, set_random_state
+from shardwell.engine.checkpoint_values import (
+    SWITCHES,
+    module_of_extra,
+    random_state,
+    restore_schedule,
+    set_random_state,
+)
 from shardwell.errors import CheckpointError
 from shardwell.optim import ShardedOptimizer
 from shardwell.sharding.tensor_part import part_of
@@ -31,7 +37,6 @@ if TYPE_CHECKING:
 
 _MOST = 2**62  # of a counter
 _MOST_RANGES = 4096  # of a tensor that one part is packed of
-_SWITCHES = ("foreach", "fused", "capturable", "differentiable")  # how a step is computed; the optimizer keeps its own
 
 
 def check_values(
@@ -139,7 +144,7 @@ def _check_groups(optimizer: ShardedOptimizer, saved: Any) -> None:
     for index, (now, then) in enumerate(zip(optimizer.param_groups, groups, strict=True)):
         for key, value in then.items():
             where = f"values.optimizer.param_groups[{index}].{key}"
-            is_right = value is None or isinstance(value, bool) if key in _SWITCHES else True
+            is_right = value is None or isinstance(value, bool) if key in SWITCHES else True
             if key in now and key != "params" and not (is_right and _is_alike(now[key], value)):
                 raise CheckpointError(f"{where}: expected a value such as {now[key]!r}, found {str(value)[:80]!r}")
         _check_options(optimizer, now, then, f"values.optimizer.param_groups[{index}]")
@@ -168,7 +173,7 @@ def _check_options(optimizer: ShardedOptimizer, now: Mapping[str, Any], then: Ma
 
     def make(options: Mapping[str, Any]) -> None:
         parameter = torch.nn.Parameter(torch.zeros(1, device="cpu"))
-        kind([parameter], **{key: options[key] for key in keys if key not in _SWITCHES})
+        kind([parameter], **{key: options[key] for key in keys if key not in SWITCHES})
 
     try:
         make(now)

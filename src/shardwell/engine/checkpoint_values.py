@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
 _EXTRA = "_extra_state"  # the name that torch appends to a module's name
 
+SWITCHES = ("foreach", "fused", "capturable", "differentiable")  # how a step is computed; the optimizer keeps its own
+
 
 def restore_values(engine: Engine, values: dict[str, Any], with_optimizer: bool, with_scheduler: bool) -> None:
     """Set the counters, options, schedules and random states of an engine from a checkpoint."""
@@ -126,7 +128,7 @@ def _restore_groups(optimizer: ShardedOptimizer, saved: dict[str, Any]) -> None:
         return
     warn_of_moved(optimizer, saved)
     for group, values in zip(optimizer.param_groups, groups, strict=True):
-        group.update({key: value for key, value in values.items() if key != "params"})
+        group.update({key: value for key, value in values.items() if key != "params" and key not in SWITCHES})
 
 
 def restore_schedule(schedule: Any, saved: dict[str, Any], *, warns: bool = True) -> None:

@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 
 from shardwell.checkpoint.folder import Folder
 from shardwell.checkpoint.load import CheckpointLoader
-from shardwell.checkpoint.manifest import Manifest
+from shardwell.checkpoint.manifest_index import index_of, manifest_of
 from shardwell.checkpoint.rank_contents import RankContents, extra_state_of
 from shardwell.checkpoint.save import LIMIT_AFTER_FAILURE, SILENCE_LIMIT, Saver
 from shardwell.checkpoint.sources import SCALAR, ShardwellSource, Source, is_foreign, locate_own, open_source
@@ -290,9 +290,9 @@ class EngineCheckpoints:
                 folder, chosen = own
                 path, manifest = folder.path(chosen), folder.open(chosen)
                 mine.append(ShardwellSource(path, manifest, shares=True))
-                return json.dumps({"path": str(path), "manifest": manifest.text()})
+                return f"{json.dumps(str(path))}\n{index_of(manifest)}"
             if is_foreign(root, tag):
-                return json.dumps({})
+                return ""
             folder = Folder(root)
             if tag is not None:
                 folder.path(tag)  # raises an error that lists what is there
@@ -303,13 +303,12 @@ class EngineCheckpoints:
         found = self._ranks.from_rank_0_or_none(look)
         if found is None:
             return None
-        told = json.loads(found)
-        if not told:
+        if not found:
             return self._open_foreign(root, tag)
         if mine:
             return mine[0]
-        manifest = Manifest.from_json(told["manifest"], told["path"], is_checked=True)
-        return ShardwellSource(Path(told["path"]), manifest, shares=True)
+        where, _, index = found.partition("\n")
+        return ShardwellSource(Path(json.loads(where)), manifest_of(index), shares=True)
 
     def _open_foreign(self, path: str, tag: str | None) -> Source:
         source: Source | None = None

@@ -272,6 +272,7 @@ class HostExecutor:
             yield from self.queue.store.copies(self.slices.units)
 
     def adopt_states(self) -> None:
+        self.device.adopt_states()
         if self.queue.store is not None:
             self.queue.store.adopt(self.slices.units)
 

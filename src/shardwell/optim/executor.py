@@ -133,12 +133,17 @@ class InlineExecutor:
         self.inner, self.slices = inner, slices
         self.summed_with_norm: Sequence[SummedNumber] = ()
         self.elsewhere: set[ShardedGroup] = set()  # groups that another executor steps
-        # Fused CUDA kernels read `found_inf`.
-        self.vetoes_on_device = context.device.has_streams and bool(inner.defaults.get("fused"))
         self._context, self._scale = context, scale
+        self.vetoes_on_device = self._is_fused()
         full = getattr(inner, "whole", None)
         self._full_tensors = full if isinstance(full, ShardedFullTensors) else None
         self._own_step = vars(inner).get("step")  # a replacement of `step`, read before the engine redirects it
+
+    def _is_fused(self) -> bool:
+        """Whether all groups are stepped by fused CUDA kernels, which read `found_inf`."""
+        if not self._context.device.has_streams or not self.inner.defaults.get("fused"):
+            return False
+        return all(group.get("fused") for group in self.inner.param_groups)
 
     # ----------------------------------------------------------------------------------------------------- step
 
@@ -248,7 +253,8 @@ class InlineExecutor:
     def swapped_states(self) -> Iterator[tuple[Tensor, dict[str, Any]]]:
         return iter(())
 
-    def adopt_states(self) -> None: ...
+    def adopt_states(self) -> None:
+        self.vetoes_on_device = self._is_fused()  # a state dictionary of torch's format says how groups are stepped
 
     def enter(self, unit: Unit) -> None: ...
 
