@@ -9,13 +9,16 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
+import shardwell
 from shardwell.errors import ShardwellError
 from shardwell.pipeline import split
 from shardwell.pipeline.batches import BatchReader
 from shardwell.pipeline.stage_modules import StageModules
-from tests.support.pipelines import LENGTH, VOCABULARY, WIDTH
+from tests.support.pipelines import LENGTH, VOCABULARY, WIDTH, next_token_loss, pipeline_config, stream
+from tests.support.ranks import Ranks
 
 NUM_STAGES = 3
 
@@ -181,6 +184,30 @@ def tied_by_product(model: Any, hidden: Tensor, ids: Tensor) -> Tensor:
     return nn.functional.linear(plainly(model, hidden, ids), model.tokens.weight)
 
 
+def detached(model: Any, hidden: Tensor, ids: Tensor) -> Tensor:
+    values = model.values(ids).detach()
+    for block in model.blocks:
+        hidden = block(hidden, values)
+    return hidden
+
+
+def masked(model: Any, hidden: Tensor, ids: Tensor) -> Tensor:
+    """No gradient passes a mask."""
+    mask = torch.zeros_like(hidden)
+    mask[hidden > 0] = 1.0
+    for block in model.blocks:
+        hidden = block(hidden, mask)
+    return hidden
+
+
+def by_shape(model: Any, hidden: Tensor, ids: Tensor) -> Tensor:
+    """Sizes, dtypes and devices of embeddings are right on every stage."""
+    other = torch.zeros_like(hidden) + hidden.new_ones(hidden.shape[-1]).cumsum(-1)
+    for block in model.blocks:
+        hidden = block(hidden, other)
+    return hidden
+
+
 class Inside(nn.Sequential):
     """An `nn.Sequential` that changes its input."""
 
@@ -233,6 +260,8 @@ BETWEEN = "the model does not call layer '[a-z0-9.]+' with what the layer before
         (averaged, BESIDE),
         (changed_between, BETWEEN),
         (of_pairs, "with several tensors that the layer before it returned, of which stages send the first"),
+        (detached, BESIDE),
+        (masked, BESIDE),
         (tied_by_hand, "the model uses 'values.weight' of a module that another stage has"),
         (tied_by_product, "the model uses 'tokens.weight' of a module that another stage has"),
     ],
@@ -240,6 +269,35 @@ BETWEEN = "the model does not call layer '[a-z0-9.]+' with what the layer before
 def test_a_model_that_hands_on_more_than_a_hidden_state_is_refused(loop: Any, words: str) -> None:
     with pytest.raises(ShardwellError, match=words):
         in_stages(Loops(loop), torch.randint(0, VOCABULARY, (2, LENGTH)))
+
+
+@pytest.mark.parametrize("loop", [with_first, with_values, skipping, detached, masked])
+def test_evaluation_is_refused_as_training_is(loop: Any) -> None:
+    """There are no gradients by which it is seen."""
+    with torch.no_grad(), pytest.raises(ShardwellError, match=BESIDE):
+        in_stages(Loops(loop), torch.randint(0, VOCABULARY, (2, LENGTH)))
+
+
+def evaluated() -> list[str]:
+    """Evaluate models whose outputs are made of values of other stages, beside the layers."""
+    said = []
+    for loop in (first_to_the_head, averaged, plainly):
+        model = split(Loops(loop).double(), loss_fn=next_token_loss)
+        engine: Any = shardwell.initialize(model=model, config=pipeline_config(1, "1f1b")).engine
+        try:
+            said.append(f"{engine.eval_batch(stream(1, 0)):.0f}")
+        except ShardwellError as error:
+            said.append(str(error))
+        engine.destroy(whole=False)
+        dist.barrier()
+    return said
+
+
+def test_an_output_that_is_made_of_values_of_other_stages_is_refused_in_evaluation(ranks: Ranks) -> None:
+    for rank, (first, mean, right) in enumerate(ranks.run(2, evaluated)):
+        assert BESIDE in first if rank else "rank 1 failed first" in first
+        assert BESIDE in mean if rank else "rank 1 failed first" in mean
+        assert float(right) > 0
 
 
 @pytest.mark.parametrize("kind", [Residual, Inside])
@@ -264,7 +322,7 @@ def test_values_of_all_layers_are_refused_where_the_last_stage_has_some(key: str
     assert reader.arguments(ids, None, is_last=True) == ((ids,), {})  # one stage has them all
 
 
-@pytest.mark.parametrize("loop", [plainly, of_the_batch, copied, changed_before, by_kind, of_lists])
+@pytest.mark.parametrize("loop", [plainly, of_the_batch, copied, changed_before, by_kind, by_shape, of_lists])
 def test_stages_compute_what_the_model_does(loop: Any) -> None:
     model, ids = Loops(loop), torch.randint(0, VOCABULARY, (2, LENGTH))
     with torch.no_grad():

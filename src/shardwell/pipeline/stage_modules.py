@@ -29,6 +29,7 @@ from shardwell.pipeline.passage import (
     StageEntry,
     StageExit,
 )
+from shardwell.pipeline.stand_ins import StandIns
 
 
 def _checked(module: nn.Module, place: Place, passage: Passage, *, runs_after: bool) -> None:
@@ -49,15 +50,18 @@ def _checked(module: nn.Module, place: Place, passage: Passage, *, runs_after: b
 def _note_layer(passage: Passage, layer: nn.Module) -> None:
     """Note that a stage's layer is called, and what it returns."""
 
-    def begin(*_: Any) -> None:
-        passage.is_inside = True
+    def begin(_: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        if passage.is_running:
+            passage.begin_layer((args, kwargs))
 
     def look(_: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
+        if passage.is_running:
+            passage.end_layer()
         given = args[0] if args else next(iter(kwargs.values()), None)
         if isinstance(output, tuple | list) and isinstance(given, Tensor):
             passage.wraps = len(output)
 
-    layer.register_forward_pre_hook(begin)
+    layer.register_forward_pre_hook(begin, with_kwargs=True)
     layer.register_forward_hook(look, with_kwargs=True)
 
 
@@ -129,7 +133,7 @@ class StageModules:
         if self.num_stages > 1:
             self._watch_order()
         layers.model.register_forward_hook(self._give_hidden)
-        self._running, self._watched = -1, set[int]()
+        self._running, self._watched, self._followed = -1, set[int](), set[tuple[int, bool]]()
 
     def _replacements(self, stage: int) -> list[tuple[Place, Elsewhere]]:
         """Return the places of other stages, and what stands there while this stage runs."""
@@ -193,8 +197,11 @@ class StageModules:
                 _hold(model, first, parameter)
 
     @contextlib.contextmanager
-    def running(self, stage: int, received: Hidden) -> Iterator[None]:
-        """Let the model be this stage: inside, its forward takes `received` and returns what the stage sends."""
+    def running(self, stage: int, received: Hidden) -> Iterator[StandIns | None]:
+        """Let the model be this stage: inside, its forward takes `received` and returns what the stage sends.
+
+        The first forwards of a stage are followed: what is yielded knows what stands for values of other stages.
+        """
         if stage not in self._watched:  # not before all other hooks are there
             self._watched.add(stage)
             places, borders, is_last = self.layers.places, self._borders, stage == self.num_stages - 1
@@ -203,10 +210,12 @@ class StageModules:
         before = [(place, place.parent._modules[place.child]) for place, _ in self._roles[stage]]
         for place, hole in self._roles[stage]:
             place.put(hole)
-        self.passage.begin(received)
+        stand_ins = self._stand_ins(stage, received)
+        self.passage.begin(received, stand_ins)
         self._running = stage
         try:
-            yield
+            with contextlib.nullcontext() if stand_ins is None else stand_ins.following():
+                yield stand_ins
         finally:
             self.passage.end()
             self._running = -1
@@ -215,6 +224,14 @@ class StageModules:
                     del place.parent._modules[place.child]
                 else:
                     place.parent._modules[place.child] = module
+
+    def _stand_ins(self, stage: int, received: Hidden) -> StandIns | None:
+        """Return what follows a forward: the first of a stage, in training and in evaluation."""
+        key = stage, torch.is_grad_enabled()
+        if received is None or self.layers.is_chain or key in self._followed:
+            return None
+        self._followed.add(key)
+        return StandIns()
 
     def _give_hidden(self, module: nn.Module, args: Any, output: Any) -> Any:
         """Return the hidden state instead of the model's output, unless the last stage runs."""
