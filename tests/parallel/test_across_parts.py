@@ -167,7 +167,7 @@ def losses() -> dict[str, Any]:
         engine.backward(loss)
         engine.step()
         found[f"{smoothing}"] = loss.item()
-    with pytest.raises(ValueError, match="reduction='median'.*expected mean, sum or none"):
+    with pytest.raises(ValueError, match=r"reduction='median'.*expected mean, sum or none"):
         vocab_parallel_cross_entropy(logits, targets, model.head, reduction="median")
     return found | {"state": engine.state_dict()}
 

@@ -75,7 +75,13 @@ def vocab_parallel_cross_entropy(
             f"vocab_parallel_cross_entropy: reduction={reduction!r}, label_smoothing={label_smoothing}: expected mean, "
             "sum or none, and a number from 0 to 1"
         )
-    logits = plain(logits)
+    with torch._C.DisableTorchFunction():  # this is what looks at parts of logits right
+        return _cross_entropy(plain(logits), targets, layer, ignore_index, reduction, label_smoothing)
+
+
+def _cross_entropy(
+    logits: Tensor, targets: Tensor, layer: Any, ignore_index: int, reduction: str, label_smoothing: float
+) -> Tensor:
     rows = logits.reshape(-1, logits.shape[-1])
     rows = rows.to(torch.promote_types(rows.dtype, torch.float32))
     flat = targets.reshape(-1)
