@@ -42,6 +42,12 @@ class Loops(nn.Module):
         self.blocks = nn.ModuleList((Several if loop in (of_lists, of_pairs) else Layer)() for _ in range(6))
         self.head = nn.Linear(WIDTH, VOCABULARY)
         self.loop = loop
+        self.statistics = nn.BatchNorm1d(WIDTH, affine=False)
+        self.register_buffer("average", torch.zeros(WIDTH))
+        self.__dict__["kept"] = []
+        for block in self.blocks if loop in (of_a_list, of_an_argument) else ():
+            block.__class__ = Keeps
+            block.__dict__["kept"] = self.__dict__["kept"]
 
     def forward(self, ids: Tensor) -> Tensor:
         logits: Tensor = self.head(self.loop(self, self.tokens(ids), ids))
@@ -208,6 +214,50 @@ def by_shape(model: Any, hidden: Tensor, ids: Tensor) -> Tensor:
     return hidden
 
 
+class Keeps(Layer):
+    """A layer that leaves something beside what it returns: in a list of the model, or in an argument."""
+
+    def forward(self, hidden: Tensor, other: Any = None) -> Tensor:
+        output = super().forward(hidden)
+        if other is None:
+            self.__dict__["kept"].append(output.square().mean())
+        else:
+            other[0] = other[0] + output.square().mean()
+        return output
+
+
+def of_a_list(model: Any, hidden: Tensor, ids: Tensor) -> Tensor:
+    model.kept.clear()
+    hidden = plainly(model, hidden, ids)
+    return hidden + sum(model.kept)
+
+
+def of_an_argument(model: Any, hidden: Tensor, ids: Tensor) -> Tensor:
+    found = [hidden.new_zeros(())]
+    for block in model.blocks:
+        hidden = block(hidden, found)
+    return hidden + found[0]
+
+
+def of_parameters(model: Any, hidden: Tensor, ids: Tensor) -> Tensor:
+    return plainly(model, hidden, ids) + sum(one.square().mean() for one in model.blocks[-1].parameters())
+
+
+def running_mean(model: Any, hidden: Tensor, ids: Tensor) -> Tensor:
+    model.average.mul_(0.9).add_(hidden.detach().mean((0, 1)))
+    return plainly(model, hidden - model.average, ids)
+
+
+def normalized(model: Any, hidden: Tensor, ids: Tensor) -> Tensor:
+    return model.statistics(plainly(model, hidden, ids).transpose(1, 2)).transpose(1, 2)
+
+
+def counting(model: Any, hidden: Tensor, ids: Tensor) -> Tensor:
+    """A buffer that is the same on all stages."""
+    model.average.mul_(0.9).add_(1.0)
+    return plainly(model, hidden, ids) * model.average
+
+
 class Inside(nn.Sequential):
     """An `nn.Sequential` that changes its input."""
 
@@ -291,6 +341,41 @@ def evaluated() -> list[str]:
         engine.destroy(whole=False)
         dist.barrier()
     return said
+
+
+ASIDE = "the loss depends on layers not only through what the last one returned"
+TRAINED: list[tuple[Any, str]] = [
+    (of_a_list, ASIDE),
+    (of_parameters, ASIDE),
+    (of_an_argument, "changes a tensor among its arguments beside the hidden state"),
+    (running_mean, "buffer 'average' beside the layers is updated with hidden states"),
+    (normalized, "buffer 'statistics.running_mean' beside the layers is updated with hidden states"),
+    (counting, ""),
+]
+
+
+def trained() -> list[str]:
+    """Train models in which layers, buffers or the loss know of other stages."""
+    said = []
+    for loop, _ in TRAINED:
+        model = split(Loops(loop).double(), loss_fn=next_token_loss)
+        engine: Any = shardwell.initialize(model=model, config=pipeline_config(1, "1f1b")).engine
+        try:
+            engine.train_batch(stream(1, 0))
+            said.append("")
+        except ShardwellError as error:
+            said.append(str(error))
+        engine.destroy(whole=False)
+        dist.barrier()
+    return said
+
+
+def test_what_passes_stages_beside_the_hidden_state_is_refused(ranks: Ranks) -> None:
+    """The last stage would have the part of its own layers, and checkpoints the buffers of any stage."""
+    for number, found in enumerate(zip(*ranks.run(2, trained), strict=True)):
+        words = TRAINED[number][1]
+        assert any(words in one for one in found), (TRAINED[number], found)
+        assert all(bool(one) is bool(words) for one in found)
 
 
 def test_an_output_that_is_made_of_values_of_other_stages_is_refused_in_evaluation(ranks: Ranks) -> None:

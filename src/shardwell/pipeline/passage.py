@@ -56,17 +56,26 @@ class Passage:
             self.stand_ins.mark(found)
         return found
 
-    def begin_layer(self, given: Any) -> None:
+    def begin_layer(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Note that a layer of the stage is called with these arguments."""
         self.is_inside = True
+        if self.sent is not None:
+            raise ShardwellError(_CALLED_AGAIN)
         if self.stand_ins is not None:
-            if self.stand_ins.are_in(given):
+            if self.stand_ins.are_in((args, kwargs)):
                 raise ShardwellError(BESIDE)
+            self.stand_ins.note_arguments(args, kwargs)
             self.stand_ins.pause()
 
-    def end_layer(self) -> None:
-        """Note that it has returned."""
+    def end_layer(self, name: str, output: Any) -> None:
+        """Note what the layer of this name has returned."""
         if self.stand_ins is not None:
+            self.stand_ins.returned = output
+            if self.stand_ins.are_arguments_changed():
+                raise ShardwellError(
+                    f"pipeline: layer '{name}' changes a tensor among its arguments beside the hidden state, or puts "
+                    f"another in its place, which other stages would not see. {_CHAIN}"
+                )
             self.stand_ins.resume()
 
     def enter(self) -> Hidden:
@@ -93,6 +102,8 @@ class Passage:
                     f"of which stages send the first. {_CHAIN}"
                 )
         self.sent, self.is_inside = hidden, True
+        if self.stand_ins is not None:  # what the model goes on with is not what it will be
+            self.stand_ins.mark(hidden)
 
     def check(self, given: Any, before: Any, name: str) -> None:
         """Raise if a layer is called with something else than what the layer before it returned, or what was sent."""
@@ -112,6 +123,11 @@ _CHAIN = (
 BESIDE = (
     "pipeline: layers, or modules behind them, use what modules before the layers or layers of earlier stages "
     f"compute (embeddings, values for skip connections), not only through the layer before. {_CHAIN}"
+)
+ASIDE = (
+    "pipeline: the loss depends on layers not only through what the last one returned (values that layers keep or "
+    "append to a list, norms of their parameters), and the last stage has its own layers only: a loss of all layers "
+    "cannot be computed there"
 )
 _CALLED_AGAIN = f"pipeline: the model calls its layers more than once in a forward. {_CHAIN}"
 

@@ -183,6 +183,8 @@ class PipelineRunner:
             found = self._reader.loss(output, batch, self._move) if run.computes_loss else None
         if stand_ins is not None and stand_ins.are_in(output if found is None else found):
             raise ShardwellError(BESIDE)
+        if stand_ins is not None and found is not None and torch.is_grad_enabled():
+            self.modules.check_loss(found, stand_ins)
         return found
 
     def _received(self, run: BatchRun, one: Operation, *, trains: bool) -> tuple[list[Tensor], Hidden]:

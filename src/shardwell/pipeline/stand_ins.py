@@ -27,6 +27,8 @@ class StandIns(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self._storages: dict[int, Any] = {}  # kept: the address of one that is gone may be that of another tensor
+        self.returned: Any = None  # by the last layer that ran
+        self._others: tuple[Any, list[tuple[Tensor, int]]] = (), []
         self._is_on = False
 
     def mark(self, values: Any) -> None:
@@ -72,6 +74,41 @@ class StandIns(TorchDispatchMode):
         if self._storages and name not in (*_OF_SHAPES, *_NEW) and self.are_in((args, given)):
             self.mark(found)
             for argument, value in zip(func._schema.arguments, args, strict=False):
-                if argument.alias_info is not None and argument.alias_info.is_write:
+                is_statistic = name.endswith("batch_norm") and argument.name.startswith("running_")
+                if is_statistic or (argument.alias_info is not None and argument.alias_info.is_write):
                     self.mark(value)
         return found
+
+    def note_arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Note what a layer of this stage is called with, beside the hidden state."""
+        others = args[1:], list(kwargs.values())[0 if args else 1 :]
+        self._others = others, [(one, _version(one)) for one in tensors_in(others)]
+
+    def are_arguments_changed(self) -> bool:
+        """Return whether the layer has changed a tensor of its arguments or put another in its place.
+
+        Stages do not send that. What it adds is for layers of this stage, or reaches the loss (`leads_beside`).
+        """
+        others, before = self._others
+        now = {id(one): _version(one) for one in tensors_in(others)}
+        self._others = (), []
+        return any(now.get(id(one)) != version for one, version in before)
+
+
+def _version(tensor: Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def leads_beside(loss: Tensor, outputs: Any, parameters: set[int]) -> bool:
+    """Return whether a loss depends on parameters, given by id, in another way than through these outputs."""
+    nodes = [loss.grad_fn]
+    seen = {node for one in tensors_in(outputs) if (node := one.grad_fn) is not None}
+    while nodes:
+        node = nodes.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if id(getattr(node, "variable", None)) in parameters:
+            return True
+        nodes += [following for following, _ in node.next_functions]
+    return False
