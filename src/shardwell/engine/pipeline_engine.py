@@ -268,7 +268,7 @@ class PipelinedEngine(Engine):
                 f"train_batch takes the next micro-batches of an iterator, and got a {type(data_iter).__name__}: make "
                 "one by iter(...), once for all steps that read on in it"
             )
-        batches = []
+        batches: list[Any] = []
         for _ in range(number):
             try:
                 batch = next(data_iter)

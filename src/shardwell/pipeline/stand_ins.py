@@ -25,7 +25,7 @@ class StandIns(TorchDispatchMode):
     """The tensors of one forward whose values stand for those of another stage."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._storages: dict[int, Any] = {}  # kept: the address of one that is gone may be that of another tensor
         self.returned: Any = None  # by the last layer that ran
         self._others: tuple[Any, list[tuple[Tensor, int]]] = (), []
@@ -49,13 +49,13 @@ class StandIns(TorchDispatchMode):
         """Follow nothing while a layer of this stage runs."""
         if self._is_on and _get_current_dispatch_mode() is self:
             self._is_on = False
-            self.__exit__(None, None, None)
+            self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
 
     def resume(self) -> None:
         """Follow operations again."""
         if not self._is_on:
             self._is_on = True
-            self.__enter__()
+            self.__enter__()  # type: ignore[no-untyped-call]
 
     @contextmanager
     def following(self) -> Iterator[None]:

@@ -44,7 +44,8 @@ _KEEPS_LAST = ("flatten", "squeeze", "unsqueeze", "__getitem__", "narrow", "inde
 
 def crosses_parts(name: str, at: int, args: tuple[Any, ...], given: dict[str, Any]) -> bool:
     """Return whether an operation is one over the dimension along which its first tensor is a part: `at`, from 0."""
-    values, others = args[0], args[1:]
+    values: Tensor = args[0]
+    others = args[1:]
     if name in _LOSSES:
         return True
     if name in _OVER_LAST:
@@ -76,15 +77,18 @@ def sums_over(equation: Any, operands: tuple[Any, ...], number: int, at: int) ->
     return bool(arrow) and number < len(letters) and at < len(letters[number]) and letters[number][at] not in result
 
 
-def moved_dimension(name: str, at: int, args: tuple[Any, ...], given: dict[str, Any]) -> int | None:
+def moved_dimension(name: str, at: int, args: tuple[Any, ...]) -> int | None:
     """Return where dimension `at` of the first tensor is behind an operation that moves dimensions; None: not known."""
-    ndim, others = args[0].ndim, [one for one in args[1:] if isinstance(one, int)]
+    ndim: int = args[0].ndim
+    others = [one for one in args[1:] if isinstance(one, int)]
     if name in ("transpose", "swapaxes", "swapdims"):
-        first, second = (one % ndim for one in [*others, given.get("dim0", 0), given.get("dim1", 1)][:2])
+        if len(others) < 2:
+            return None
+        first, second = others[0] % ndim, others[1] % ndim
         return {first: second, second: first}.get(at, at)
     if name == "permute":
-        order = given.get("dims", args[1] if len(args) == 2 else args[1:])
-        return [one % ndim for one in order].index(at) if isinstance(order, tuple | list) else None
+        order = args[1] if len(args) == 2 and isinstance(args[1], tuple | list) else others
+        return [int(one) % ndim for one in order].index(at) if len(order) == ndim else None
     return None
 
 

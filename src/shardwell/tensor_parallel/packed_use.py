@@ -98,14 +98,17 @@ class PackedUseCheck(FirstForwards):
         if name == "einsum":
             operands = args[1:] if len(args) > 2 or not isinstance(args[-1], tuple | list) else tuple(args[1])
             for number, one in enumerate(operands):
-                known = self._outputs.get(one) if isinstance(one, Tensor) else None
+                known = self._known(one)
                 if known is not None and sums_over(args[0], operands, number, one.ndim - known.from_end):
                     return known
             return None
-        known = self._outputs.get(args[0]) if args and isinstance(args[0], Tensor) else None
+        known = self._known(args[0]) if args else None
         if known is None or not crosses_parts(name, args[0].ndim - known.from_end, args, given):
             return None
-        found: CutOutput = known
+        return known
+
+    def _known(self, value: Any) -> CutOutput | None:
+        found: CutOutput | None = self._outputs.get(value) if isinstance(value, Tensor) else None
         return found
 
     def _check_blocks(self, args: tuple[Any, ...]) -> None:
@@ -161,7 +164,7 @@ class PackedUseCheck(FirstForwards):
             return
         elif known.from_end == 1 and keeps_last(name, cut, found):
             self._outputs[found] = known
-        elif (at := moved_dimension(name, cut.ndim - known.from_end, args, {})) is not None:
+        elif (at := moved_dimension(name, cut.ndim - known.from_end, args)) is not None:
             self._outputs[found] = replace(known, from_end=cut.ndim - at)
 
     def _note_joined(self, args: tuple[Any, ...], found: Tensor) -> None:
