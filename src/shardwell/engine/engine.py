@@ -61,6 +61,7 @@ class Engine(nn.Module):
     plan = compared_with_plan
     optimizer: ShardedOptimizer | None
     optimizer_class = ShardedOptimizer
+    pipeline_bases: tuple[type, ...] = ()  # of the class that it becomes in a pipeline
     _teardown: Teardown
     settings: Config
     startup_report: str = ""  # the text that `initialize` logs, see `startup_report.py`

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any, NoReturn
@@ -25,7 +25,7 @@ from shardwell.memory.timing import Stopwatch
 from shardwell.pipeline.batches import BatchReader, signature_of
 from shardwell.pipeline.messages import HiddenForm, TensorForm
 from shardwell.pipeline.operations import Operation, Pass
-from shardwell.pipeline.runner import PipelineRunner
+from shardwell.pipeline.runner import BatchRun, PipelineRunner
 from shardwell.pipeline.schedules import Schedule, make_schedule, read_schedule
 from shardwell.runtime.prefetch import ExecutionOrder
 from shardwell.runtime.pytree import map_tensors
@@ -68,6 +68,8 @@ class PipelinedEngine(Engine):
     _schedule: Schedule | None = None  # that the user gave
     _whole_time: Stopwatch  # of the last batch, up to where all ranks know its loss and the norm
     _in_batch = False
+    data_iterator: Iterator[Any] | None = None
+    batch_fn: Callable[[Any], Any] | None = None
 
     def use_pipeline(self, plan: PipelinePlan) -> None:
         """Run the stages of `plan`."""
@@ -123,7 +125,7 @@ class PipelinedEngine(Engine):
                 "this engine has no optimizer: pass one to initialize, or name one in the configuration"
             )
         with self._context.roles.agreement.failing_together("train_batch"):
-            loss = self._run_batch(data_iter, trains=True)
+            loss, _ = self._run_batch(data_iter, self.schedule, trains=True)
         self.micro_steps += self.gradient_accumulation_steps()
         self.optimizer.sum_with_norm(loss)
         self._apply_gradients()
@@ -131,18 +133,56 @@ class PipelinedEngine(Engine):
             self._checkpoints.check()
         return loss.value.squeeze(0)
 
-    def eval_batch(self, data_iter: Iterator[Any] | None = None) -> Tensor:
-        """Return the loss of the next micro-batches, averaged over all of them, without training; all ranks call it."""
+    def eval_batch(
+        self,
+        data_iter: Iterator[Any] | None = None,
+        return_logits: bool = False,
+        compute_loss: bool = True,
+        reduce_output: str | None = "avg",
+        bcast_loss: bool = True,
+        num_micro_batches: int | None = None,
+    ) -> Any:
+        """Return the loss of the next micro-batches, averaged over all of them, without training; all ranks call it.
+
+        Args:
+            return_logits: Return a pair, with the model's output for the last micro-batch on the last stage, and None
+                on the others.
+            compute_loss: Without it the micro-batches need no labels, and `reduce_output` must be None.
+            reduce_output: With None, the last stage gets a list of what it computed for each micro-batch on this rank,
+                losses or outputs, and the others None.
+            bcast_loss: Without it stages that are not last get None.
+            num_micro_batches: As many as in a step by default.
+        """
+        if reduce_output not in ("avg", None) or (reduce_output is not None and not compute_loss):
+            raise ShardwellError(
+                f"eval_batch(reduce_output={reduce_output!r}, compute_loss={compute_loss}): losses are averaged "
+                '("avg"), outputs of the model are not: pass reduce_output=None for a list of one per micro-batch'
+            )
         was_training = self.module.training
         self.module.eval()
         try:
             with self._context.roles.agreement.failing_together("eval_batch"), torch.no_grad():
-                loss = self._run_batch(data_iter, trains=False)
-                self._context.roles.all.all_reduce_sum(loss.value, "LOSS")
-                loss.take_sum(loss.value)
-                return loss.value.squeeze(0)
+                schedule = self._schedule_of(num_micro_batches)
+                loss, run = self._run_batch(data_iter, schedule, trains=False, computes_loss=compute_loss)
+                found: Any = run.losses if compute_loss else run.outputs
+                if reduce_output is not None:
+                    self._context.roles.all.all_reduce_sum(loss.value, "LOSS")
+                    loss.take_sum(loss.value)
+                    found = loss.value.squeeze(0)
         finally:
             self.module.train(was_training)
+        if not self.is_last_stage() and (reduce_output is None or not bcast_loss):
+            found = None
+        return (found, run.outputs[-1] if run.outputs else None) if return_logits else found
+
+    def _schedule_of(self, num_micro_batches: int | None) -> Schedule:
+        """Return the schedule of an evaluation, of which forwards count only."""
+        if num_micro_batches in (None, self.schedule.num_micro_batches):
+            return self.schedule
+        if num_micro_batches is None or num_micro_batches < 1:
+            raise ShardwellError(f"eval_batch(num_micro_batches={num_micro_batches}): expected at least 1")
+        block = self.settings.pipeline
+        return _made(block.schedule, self._plan.num_ranks, num_micro_batches, block.chunks)
 
     def expect_hidden(self, hidden: Tensor | tuple[Tensor, ...]) -> None:
         """Take tensors of these shapes and dtypes for what the stage before sends, on the meta device."""
@@ -169,13 +209,16 @@ class PipelinedEngine(Engine):
         total = self._whole_time.seconds()
         return 1.0 - self._runner.stopwatch.seconds() / total if total else None
 
-    def _run_batch(self, data_iter: Iterator[Any] | None, *, trains: bool) -> BatchLoss:
-        """Run this rank's operations; return the loss of its micro-batches, to be summed over the ranks."""
+    def _run_batch(
+        self, data_iter: Iterator[Any] | None, schedule: Schedule, *, trains: bool, computes_loss: bool = True
+    ) -> tuple[BatchLoss, BatchRun]:
+        """Run this rank's operations; return the loss of its micro-batches, to be summed over ranks, and the run."""
         with torch.inference_mode(False):
             self.fit_to_model()
-        schedule, roles = self.schedule, self._context.roles
+        roles = self._context.roles
         batches = self._next_batches(data_iter, schedule.num_micro_batches)
-        roles.agreement.announce(f"BATCH {'trains' if trains else 'evaluates'}")
+        number = schedule.num_micro_batches
+        roles.agreement.announce(f"BATCH {'trains' if trains else 'evaluates'} {number} {computes_loss}")
         if roles.pipe is not None and roles.pipe.agreement is not None:
             # Stages that read micro-batches of other shapes would wait for messages that are never sent.
             shapes = [signature_of(batch, trains=trains) for batch in batches]
@@ -186,7 +229,7 @@ class PipelinedEngine(Engine):
             self._whole_time.start()
         self._in_batch = True
         try:
-            run = self._runner.run(schedule, self._plan.rank, batches, trains=trains)
+            run = self._runner.run(schedule, self._plan.rank, batches, trains=trains, computes_loss=computes_loss)
         finally:
             self._in_batch, self._loop.counts.boundary = False, None
         total = self._context.device.scalar(0.0, torch.float64).view(1)
@@ -197,9 +240,22 @@ class PipelinedEngine(Engine):
         loss = BatchLoss(total, number, self._whole_time if trains else None)
         if trains and self.monitor is not None:
             self.monitor.batch_ends(batches, loss.value)  # which it reads when the step has ended
-        return loss
+        return loss, run
+
+    def set_dataloader(self, loader: Iterable[Any]) -> None:
+        """Take the micro-batches of steps from a loader, of which an iterator is made now."""
+        self.set_dataiterator(iter(loader))
+
+    def set_dataiterator(self, iterator: Iterator[Any] | None) -> None:
+        """Take the micro-batches of steps from an iterator, where `train_batch` gets none."""
+        self.data_iterator = iterator
+
+    def set_batch_fn(self, fn: Callable[[Any], Any] | None) -> None:
+        """Apply a function to each micro-batch that is read."""
+        self.batch_fn = fn
 
     def _next_batches(self, data_iter: Iterator[Any] | None, number: int) -> list[Any]:
+        data_iter = self.data_iterator if data_iter is None else data_iter
         if data_iter is None and self.training_dataloader is not None:
             data_iter = self._own_batches()
         if data_iter is None:
@@ -212,15 +268,16 @@ class PipelinedEngine(Engine):
                 f"train_batch takes the next micro-batches of an iterator, and got a {type(data_iter).__name__}: make "
                 "one by iter(...), once for all steps that read on in it"
             )
-        batches = []
+        batches: list[Any] = []
         for _ in range(number):
             try:
-                batches.append(next(data_iter))
+                batch = next(data_iter)
             except StopIteration:
                 raise ShardwellError(
                     f"the iterator ended after {len(batches)} of the {number} micro-batches of a step "
                     "(gradient_accumulation_steps): give it a multiple of that number"
                 ) from None
+            batches.append(batch if self.batch_fn is None else self.batch_fn(batch))
         return batches
 
     def _own_batches(self) -> Iterator[Any]:
@@ -336,4 +393,5 @@ def pipelined(engine_class: type[Engine]) -> type[PipelinedEngine]:
         return engine_class
     if engine_class is Engine:
         return PipelinedEngine
-    return type(f"Pipelined{engine_class.__name__}", (PipelinedEngine, engine_class), {})
+    bases = (*engine_class.pipeline_bases, PipelinedEngine, engine_class)
+    return type(f"Pipelined{engine_class.__name__}", bases, {})

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwell.errors import ShardwellError
+from shardwell.pipeline.stand_ins import StandIns
 from shardwell.runtime.pytree import map_tensors, tensors_in
 
 Hidden = Any  # a tensor, or a tuple of tensors
@@ -29,22 +30,53 @@ class Passage:
     is_running = False  # a stage runs
     is_entered = False  # the layer before it has been called
     is_inside = False  # a layer of it, or the exit from it, has been called
+    stand_ins: StandIns | None = None  # where the stage's forward is followed
     wraps = 0  # the length of the tuples of layers that take a tensor, of which the model takes the first element
 
     def handed_on(self, hidden: Hidden) -> Any:
         """Return what a layer of this model returns."""
         return (hidden, *[None] * (self.wraps - 1)) if self.wraps else hidden
 
-    def begin(self, received: Hidden) -> None:
+    def begin(self, received: Hidden, stand_ins: StandIns | None = None) -> None:
         """Begin a stage that has received this."""
+        self.stand_ins = stand_ins
         self.received, self.sent, self.returned = received, None, None
         self.versions = _versions(received)
         self.is_running, self.is_entered, self.is_inside = True, False, False
 
     def end(self) -> None:
         """End the stage."""
-        self.received = self.sent = self.returned = None
+        self.received = self.sent = self.returned = self.stand_ins = None
         self.is_running = False
+
+    def stand_in(self, hidden: Hidden) -> Hidden:
+        """Return values of this shape that stand for what another stage computes."""
+        found = _without_gradient(hidden)
+        if self.stand_ins is not None:
+            self.stand_ins.mark(found)
+        return found
+
+    def begin_layer(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Note that a layer of the stage is called with these arguments."""
+        self.is_inside = True
+        if self.sent is not None:
+            raise ShardwellError(_CALLED_AGAIN)
+        if self.stand_ins is not None:
+            if self.stand_ins.are_in((args, kwargs)):
+                raise ShardwellError(BESIDE)
+            self.stand_ins.note_arguments(args, kwargs)
+            self.stand_ins.pause()
+
+    def end_layer(self, name: str, output: Any) -> None:
+        """Note what the layer of this name has returned."""
+        if self.stand_ins is not None:
+            self.stand_ins.returned = output
+            if self.stand_ins.are_arguments_changed():
+                raise ShardwellError(
+                    f"pipeline: layer '{name}' changes a tensor among its arguments beside the hidden state, or puts "
+                    f"another in its place, which other stages would not see. {_CHAIN}"
+                )
+            self.stand_ins.resume()
 
     def enter(self) -> Hidden:
         """Return what the stage received, where the model calls the layer before it."""
@@ -70,6 +102,8 @@ class Passage:
                     f"of which stages send the first. {_CHAIN}"
                 )
         self.sent, self.is_inside = hidden, True
+        if self.stand_ins is not None:  # what the model goes on with is not what it will be
+            self.stand_ins.mark(hidden)
 
     def check(self, given: Any, before: Any, name: str) -> None:
         """Raise if a layer is called with something else than what the layer before it returned, or what was sent."""
@@ -85,6 +119,15 @@ class Passage:
 _CHAIN = (
     "Stages hand on one hidden state, from each layer to the next one: move what is computed beside the layers into "
     "them, or write the model as a PipelineModule, whose layers may return tuples"
+)
+BESIDE = (
+    "pipeline: layers, or modules behind them, use what modules before the layers or layers of earlier stages "
+    f"compute (embeddings, values for skip connections), not only through the layer before. {_CHAIN}"
+)
+ASIDE = (
+    "pipeline: the loss depends on layers not only through what the last one returned (values that layers keep or "
+    "append to a list, norms of their parameters), and the last stage has its own layers only: a loss of all layers "
+    "cannot be computed there"
 )
 _CALLED_AGAIN = f"pipeline: the model calls its layers more than once in a forward. {_CHAIN}"
 
@@ -115,10 +158,7 @@ def _watched(tensor: Tensor) -> Tensor:
 
 
 def _refuse_gradient(grad: Tensor) -> None:
-    raise ShardwellError(
-        "pipeline: layers, or modules behind them, use what modules before the layers or layers of earlier stages "
-        f"compute (embeddings, values for skip connections), not only through the layer before. {_CHAIN}"
-    )
+    raise ShardwellError(BESIDE)
 
 
 class ElsewhereError(ShardwellError, AttributeError):
@@ -212,7 +252,7 @@ class LayerElsewhere(PassThrough):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         passage, given = self.__dict__["passage"], super().forward(*args, **kwargs)
         is_before = passage.is_running and not passage.is_entered and passage.received is not None
-        return passage.handed_on(_without_gradient(given) if is_before else given)
+        return passage.handed_on(passage.stand_in(given) if is_before else given)
 
 
 class LayerEntry(Elsewhere):
@@ -235,7 +275,8 @@ class StageEntry(Elsewhere):
         self.__dict__["passage"] = passage
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return _without_gradient(self.__dict__["passage"].received)
+        passage = self.__dict__["passage"]
+        return passage.stand_in(passage.received)
 
 
 class StageExit(PassThrough):

@@ -21,13 +21,15 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from shardwell.errors import ShardwellError
 from shardwell.memory.timing import Stopwatch
 from shardwell.pipeline.batches import BatchReader, signature_of
 from shardwell.pipeline.messages import Arrival, HiddenForm, Signature, StageMessages
 from shardwell.pipeline.operations import Operation, Pass
-from shardwell.pipeline.passage import Hidden
+from shardwell.pipeline.passage import BESIDE, Hidden
 from shardwell.pipeline.schedules import Schedule
 from shardwell.pipeline.stage_modules import StageModules
+from shardwell.pipeline.stand_ins import StandIns
 
 
 class StageWorker(Protocol):
@@ -66,7 +68,8 @@ class BatchRun:
     arrivals: dict[Operation, Arrival] = field(default_factory=dict)
     local: dict[tuple[int, int, bool], list[Tensor]] = field(default_factory=dict)  # between stages of this rank
     losses: list[Tensor] = field(default_factory=list)
-    outputs: list[Any] = field(default_factory=list)  # of the last stage, where they are asked for
+    outputs: list[Any] = field(default_factory=list)  # of the last stage, in evaluation
+    computes_loss: bool = True
 
 
 class PipelineRunner:
@@ -87,11 +90,13 @@ class PipelineRunner:
         self._last = modules.num_stages - 1
         self._loaded: set[tuple[bool, Signature]] = set()  # what backwards are, and shapes, whose kernels have run
 
-    def run(self, schedule: Schedule, rank: int, batches: Sequence[Any], *, trains: bool = True) -> BatchRun:
-        """Run the operations of a rank; without `trains` only the forwards."""
+    def run(
+        self, schedule: Schedule, rank: int, batches: Sequence[Any], *, trains: bool = True, computes_loss: bool = True
+    ) -> BatchRun:
+        """Run the operations of a rank; without `trains` only the forwards, and then perhaps without losses."""
         signatures = [signature_of(batch, trains=trains) for batch in batches]
         kernels = {(schedule.splits_backward, signature) for signature in signatures}
-        run = BatchRun(schedule, batches, signatures)
+        run = BatchRun(schedule, batches, signatures, computes_loss=computes_loss)
         operations = [one for one in schedule.ranks[rank] if trains or one.kind is Pass.FORWARD]
         with self._messages_of(kernels):
             for number, one in enumerate(operations):
@@ -157,18 +162,30 @@ class PipelineRunner:
         is_last = stage == self._last
         with self.stopwatch if trains else contextlib.nullcontext():
             args, kwargs = self._reader.arguments(batch, hidden, is_last=is_last)
-            with self.modules.running(stage, hidden):
+            with self.modules.running(stage, hidden) as stand_ins:
                 output = self._worker.stage_forward(stage, args, kwargs)
-            loss = self._reader.loss(output, batch, self._move) if is_last else None
+            loss = self._loss(run, output, batch, stand_ins) if is_last else None
         form: HiddenForm | None = None
+        outputs: list[Tensor] = []
         if loss is not None:
             run.losses.append(loss.detach())
-            run.outputs.append(output if not trains else None)
             outputs = [loss]
-        else:
+        elif not is_last:
             outputs, form = self._send(run, one, output)
+        if is_last and not trains:
+            run.outputs.append(output)
         if trains:
             run.states[stage, one.micro_batch] = PassState(received, outputs, form)
+
+    def _loss(self, run: BatchRun, output: Any, batch: Any, stand_ins: StandIns | None) -> Tensor | None:
+        """Return the loss of a micro-batch, if one is asked for; raise if it is made of values of other stages."""
+        with contextlib.nullcontext() if stand_ins is None else stand_ins.following():
+            found = self._reader.loss(output, batch, self._move) if run.computes_loss else None
+        if stand_ins is not None and stand_ins.are_in(output if found is None else found):
+            raise ShardwellError(BESIDE)
+        if stand_ins is not None and found is not None and torch.is_grad_enabled():
+            self.modules.check_loss(found, stand_ins)
+        return found
 
     def _received(self, run: BatchRun, one: Operation, *, trains: bool) -> tuple[list[Tensor], Hidden]:
         """Return the tensors that a stage got, which are leaves of its graph, and the hidden state they form."""

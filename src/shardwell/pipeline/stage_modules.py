@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from shardwell.errors import ShardwellError
 from shardwell.pipeline.passage import (
+    ASIDE,
     Elsewhere,
     Hidden,
     LayerElsewhere,
@@ -29,6 +30,7 @@ from shardwell.pipeline.passage import (
     StageEntry,
     StageExit,
 )
+from shardwell.pipeline.stand_ins import StandIns, leads_beside
 
 
 def _checked(module: nn.Module, place: Place, passage: Passage, *, runs_after: bool) -> None:
@@ -46,19 +48,22 @@ def _checked(module: nn.Module, place: Place, passage: Passage, *, runs_after: b
     module.register_forward_pre_hook(check)
 
 
-def _note_layer(passage: Passage, layer: nn.Module) -> None:
+def _note_layer(passage: Passage, place: Place) -> None:
     """Note that a stage's layer is called, and what it returns."""
 
-    def begin(*_: Any) -> None:
-        passage.is_inside = True
+    def begin(_: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        if passage.is_running:
+            passage.begin_layer(args, kwargs)
 
     def look(_: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
+        if passage.is_running:
+            passage.end_layer(place.name, output)
         given = args[0] if args else next(iter(kwargs.values()), None)
         if isinstance(output, tuple | list) and isinstance(given, Tensor):
             passage.wraps = len(output)
 
-    layer.register_forward_pre_hook(begin)
-    layer.register_forward_hook(look, with_kwargs=True)
+    place.module.register_forward_pre_hook(begin, with_kwargs=True)
+    place.module.register_forward_hook(look, with_kwargs=True)
 
 
 def _watch_ends(passage: Passage, first: Place | None, last: Place | None) -> None:
@@ -129,7 +134,7 @@ class StageModules:
         if self.num_stages > 1:
             self._watch_order()
         layers.model.register_forward_hook(self._give_hidden)
-        self._running, self._watched = -1, set[int]()
+        self._running, self._watched, self._followed = -1, set[int](), set[tuple[int, bool]]()
 
     def _replacements(self, stage: int) -> list[tuple[Place, Elsewhere]]:
         """Return the places of other stages, and what stands there while this stage runs."""
@@ -157,7 +162,7 @@ class StageModules:
         layers, borders = self.layers, self._borders
         for stage in self.stages:
             for place in layers.places[borders[stage] : borders[stage + 1]] if not layers.is_chain else ():
-                _note_layer(self.passage, place.module)
+                _note_layer(self.passage, place)
         for place in layers.before if 0 in self.stages else ():
             _checked(place.module, place, self.passage, runs_after=False)
         for place in layers.after if self.num_stages - 1 in self.stages else ():
@@ -193,8 +198,11 @@ class StageModules:
                 _hold(model, first, parameter)
 
     @contextlib.contextmanager
-    def running(self, stage: int, received: Hidden) -> Iterator[None]:
-        """Let the model be this stage: inside, its forward takes `received` and returns what the stage sends."""
+    def running(self, stage: int, received: Hidden) -> Iterator[StandIns | None]:
+        """Let the model be this stage: inside, its forward takes `received` and returns what the stage sends.
+
+        The first forwards of a stage are followed: what is yielded knows what stands for values of other stages.
+        """
         if stage not in self._watched:  # not before all other hooks are there
             self._watched.add(stage)
             places, borders, is_last = self.layers.places, self._borders, stage == self.num_stages - 1
@@ -203,10 +211,13 @@ class StageModules:
         before = [(place, place.parent._modules[place.child]) for place, _ in self._roles[stage]]
         for place, hole in self._roles[stage]:
             place.put(hole)
-        self.passage.begin(received)
+        stand_ins = self._stand_ins(stage, received)
+        self.passage.begin(received, stand_ins)
         self._running = stage
         try:
-            yield
+            with contextlib.nullcontext() if stand_ins is None else stand_ins.following():
+                yield stand_ins
+            self._check_buffers(stand_ins)
         finally:
             self.passage.end()
             self._running = -1
@@ -215,6 +226,31 @@ class StageModules:
                     del place.parent._modules[place.child]
                 else:
                     place.parent._modules[place.child] = module
+
+    def _stand_ins(self, stage: int, received: Hidden) -> StandIns | None:
+        """Return what follows a forward: the first of a stage, in training and in evaluation."""
+        key = stage, torch.is_grad_enabled()
+        if self.num_stages == 1 or self.layers.is_chain or key in self._followed:
+            return None
+        self._followed.add(key)
+        return StandIns()
+
+    def check_loss(self, loss: Tensor, stand_ins: StandIns) -> None:
+        """Raise if a loss depends on layers of the last stage in another way than through the hidden state."""
+        layers = self.layers
+        around = {id(p) for place in (*layers.before, *layers.after) for p in place.module.parameters()}
+        own = {id(p) for place in layers.places[self._borders[-2] :] for p in place.module.parameters()}
+        if leads_beside(loss, stand_ins.returned, own - around):
+            raise ShardwellError(ASIDE)
+
+    def _check_buffers(self, stand_ins: StandIns | None) -> None:
+        """Raise if a buffer beside the layers was updated with what stands for values of another stage."""
+        for name, buffer in self.layers.model.named_buffers() if stand_ins is not None else ():
+            if stand_ins is not None and stand_ins.are_in(buffer):
+                raise ShardwellError(
+                    f"pipeline: buffer '{name}' beside the layers is updated with hidden states (running statistics), "
+                    "which each stage would do with its own. Move the module that has it into a layer"
+                )
 
     def _give_hidden(self, module: nn.Module, args: Any, output: Any) -> Any:
         """Return the hidden state instead of the model's output, unless the last stage runs."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor, nn
@@ -20,16 +20,23 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from shardwell.errors import ShardwellError
 from shardwell.runtime.first_forwards import FirstForwards
+from shardwell.runtime.pytree import map_tensors, tensors_in
 from shardwell.sharding.tensor_part import part_of
+from shardwell.tensor_parallel.across_parts import (
+    SAME_PLACES,
+    crosses_parts,
+    keeps_last,
+    moved_dimension,
+    part_of_output,
+    sums_over,
+)
 
 _DIVISIONS = ("chunk", "tensor_split", "split", "split_with_sizes")
 _RESHAPES = ("view", "reshape", "unflatten")
-# What changes no element's place.
-_SAME_PLACES = re.compile(
-    r"_*r?(add|mul|sub|(true)?div)_*|clamp_?|clip_?|dropout|contiguous|clone|to|type|type_as|float|half|bfloat16|double|"
-    "relu|gelu|silu|sigmoid|tanh|softplus"
+_MISFIT = re.compile(
+    "must match|is invalid for input of size|cannot be multiplied|is not compatible|Sizes of tensors|does not match|"
+    "should contain"
 )
-_MISFIT = re.compile("must match|is invalid for input of size|cannot be multiplied|is not compatible|Sizes of tensors")
 _SIZE_OF_HEADS = re.compile(r"head.*(dim|size|width|channels)|(dim|size|width|^d).*head|head|d_kv?|d_v")
 _NUMBER_OF_HEADS = re.compile(r"(n|num|nb|number)_?.*heads?|heads|h|.*groups")
 
@@ -42,6 +49,7 @@ class CutOutput:
     whole: int  # the size of its last dimension if the layer were whole
     num_blocks: int  # that are packed in it, of which each is cut
     num_parts: int
+    from_end: int = 1  # the dimension along which it is a part, counted from the last one
 
 
 class PackedUseCheck(FirstForwards):
@@ -56,9 +64,15 @@ class PackedUseCheck(FirstForwards):
 
     def before(self, name: str, args: tuple[Any, ...], given: dict[str, Any]) -> None:
         """Look at an operation before it runs."""
+        if (known := self._crossed(name, args, given)) is not None:
+            raise ShardwellError(_over_a_part(known).format(name=name.strip("_")))
+        if name == "linear":
+            self._check_blocks(args)
         if not args or not isinstance(args[0], Tensor) or args[0] not in self._outputs:
             return
         values, known = args[0], self._outputs[args[0]]
+        if known.from_end > 1:
+            return
         if name in _RESHAPES:
             if (asked := _asked_shape(name, values, args[1:], given)) is not None:
                 self._check_shape(asked, values, known)
@@ -79,6 +93,37 @@ class PackedUseCheck(FirstForwards):
                     "follow from the output, as chunk does, or divide the size in the module by the number of ranks"
                 )
 
+    def _crossed(self, name: str, args: tuple[Any, ...], given: dict[str, Any]) -> CutOutput | None:
+        """Return the part over whose cut dimension an operation goes, if there is one."""
+        if name == "einsum":
+            operands = args[1:] if len(args) > 2 or not isinstance(args[-1], tuple | list) else tuple(args[1])
+            for number, one in enumerate(operands):
+                known = self._known(one)
+                if known is not None and sums_over(args[0], operands, number, one.ndim - known.from_end):
+                    return known
+            return None
+        known = self._known(args[0]) if args else None
+        if known is None or not crosses_parts(name, args[0].ndim - known.from_end, args, given):
+            return None
+        return known
+
+    def _known(self, value: Any) -> CutOutput | None:
+        found: CutOutput | None = self._outputs.get(value) if isinstance(value, Tensor) else None
+        return found
+
+    def _check_blocks(self, args: tuple[Any, ...]) -> None:
+        """Raise if a layer that is cut by rows takes outputs that were joined, as if they were one."""
+        known = self._outputs.get(args[0]) if isinstance(args[0], Tensor) else None
+        part = part_of(args[1]) if isinstance(args[1], nn.Parameter) else None
+        if known is None or part is None or part.dim != 1 or known.num_blocks == max(len(part.blocks), 1):
+            return
+        raise ShardwellError(
+            f"tensor_parallel.plan: '{self._names.get(id(args[1]), 'a layer')}' takes outputs of '{known.weight}' and "
+            f"others, joined into {known.num_blocks} blocks, of each of which a rank has a part, and rowwise cuts its "
+            f"weight as {max(len(part.blocks), 1)}: use packed_rowwise:{known.num_blocks} for it, or packed_rowwise "
+            "with the sizes of the blocks"
+        )
+
     def explain(self, name: str, args: tuple[Any, ...], error: RuntimeError) -> str | None:
         """Return words for an operation on shapes that do not fit: it may have got a part, and count on the whole."""
         if isinstance(error, ShardwellError) or not _MISFIT.search(str(error)):
@@ -96,14 +141,40 @@ class PackedUseCheck(FirstForwards):
             self._transposed[found] = args[0]
         elif name == "linear":
             self._note_layer(args[1], found)
-        elif args and isinstance(args[0], Tensor) and args[0] in self._outputs:
-            known = self._outputs[args[0]]
-            if name in _DIVISIONS and known.num_blocks > 1:
-                for one in found:
-                    whole = known.whole * one.shape[-1] // args[0].shape[-1]
-                    self._outputs[one] = CutOutput(known.weight, whole, 1, known.num_parts)
-            elif _SAME_PLACES.fullmatch(name) and isinstance(found, Tensor) and found.shape == args[0].shape:
-                self._outputs[found] = known
+        elif name in ("cat", "concat", "concatenate") and isinstance(args[0], tuple | list):
+            self._note_joined(args, found)
+        else:
+            tensors = [one for one in args[:3] if isinstance(one, Tensor)]
+            cut = next((one for one in tensors if one in self._outputs), None)
+            if cut is not None:
+                self._note_result(name, cut, args, found)
+
+    def _note_result(self, name: str, cut: Tensor, args: tuple[Any, ...], found: Any) -> None:
+        """Note what an operation on a part returned, if it is one."""
+        known = self._outputs[cut]
+        if name in _DIVISIONS and known.num_blocks > 1:
+            for one in found:
+                whole = known.whole * one.shape[-1] // cut.shape[-1]
+                self._outputs[one] = CutOutput(known.weight, whole, 1, known.num_parts)
+        elif not isinstance(found, Tensor):
+            return
+        elif SAME_PLACES.fullmatch(name) and found.shape == cut.shape:
+            self._outputs[found] = known
+        elif cut is not args[0] or known.num_blocks > 1:
+            return
+        elif known.from_end == 1 and keeps_last(name, cut, found):
+            self._outputs[found] = known
+        elif (at := moved_dimension(name, cut.ndim - known.from_end, args)) is not None:
+            self._outputs[found] = replace(known, from_end=cut.ndim - at)
+
+    def _note_joined(self, args: tuple[Any, ...], found: Tensor) -> None:
+        """Note that outputs of cut layers were joined along their last dimension, as blocks."""
+        parts = [self._outputs.get(one) for one in args[0] if isinstance(one, Tensor)]
+        kept = [one for one in parts if one is not None and one.from_end == 1]
+        is_last = len(args) > 1 and args[1] in (-1, found.ndim - 1)
+        if is_last and kept and len(kept) == len(parts):
+            blocks, whole = sum(one.num_blocks for one in kept), sum(one.whole for one in kept)
+            self._outputs[found] = CutOutput(kept[0].weight, whole, blocks, kept[0].num_parts)
 
     def _note_layer(self, weight: Any, found: Any) -> None:
         is_transposed = isinstance(weight, Tensor) and weight in self._transposed
@@ -114,6 +185,20 @@ class PackedUseCheck(FirstForwards):
         if part is not None and part.dim == int(is_transposed) and part.owner is None:
             name, blocks = self._names[id(parameter)], max(len(part.blocks), 1)
             self._outputs[found] = CutOutput(name, part.shape[part.dim], blocks, part.num_parts)
+
+    def _end(self, module: nn.Module, args: Any, output: Any) -> Any:
+        """Let outputs that are parts say so to what the loop does with them."""
+        is_first = self._is_looking
+        super()._end(module, args, output)
+        if not is_first or not any(self._is_part(one) for one in tensors_in(output)):
+            return None
+        return map_tensors(
+            output, lambda one: part_of_output(one, _over_a_part(self._outputs[one])) if self._is_part(one) else one
+        )
+
+    def _is_part(self, tensor: Tensor) -> bool:
+        known = self._outputs.get(tensor)
+        return known is not None and known.from_end == 1
 
     # ------------------------------------------------------------------------------------------------------- heads
 
@@ -153,6 +238,15 @@ class PackedUseCheck(FirstForwards):
                 elif _NUMBER_OF_HEADS.fullmatch(key):
                     numbers.add(value)
         return sizes, numbers
+
+
+def _over_a_part(known: CutOutput) -> str:
+    return (
+        f"tensor_parallel.plan: {{name}} is over the outputs of '{known.weight}', of which each of "
+        f"{known.num_parts} ranks has a part: it would be over this rank's values alone. Cut that layer by "
+        "colwise_gather_output, or leave it whole; over a cut vocabulary, "
+        "shardwell.tensor_parallel.vocab_parallel_cross_entropy is the loss"
+    )
 
 
 def _misfit(number: int, asked: list[int], known: CutOutput) -> ShardwellError:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shardwell.compat.deepspeed_api import groups
 from shardwell.compat.deepspeed_api.enums import offload_block
 from shardwell.compat.deepspeed_api.files import EngineFiles
 from shardwell.compat.deepspeed_api.fragments import GRADIENT_DTYPE
@@ -19,7 +20,9 @@ from shardwell.compat.deepspeed_api.monitor import SilentMonitor
 from shardwell.compat.deepspeed_api.offload_states import StateMoves
 from shardwell.compat.deepspeed_api.optimizer import DeepSpeedOptimizer
 from shardwell.compat.deepspeed_api.optimizers import of_deepspeed
+from shardwell.compat.deepspeed_api.parallel_grid import PipelineParallelGrid, topology_of
 from shardwell.compat.deepspeed_api.parameters import label, unlabel
+from shardwell.compat.deepspeed_api.pipeline_engine import PipelineMethods
 from shardwell.compat.deepspeed_api.replacements import replacement_for
 from shardwell.config import Config, OptimizerConfig
 from shardwell.engine import Engine
@@ -33,10 +36,12 @@ class DeepSpeedEngine(ConfigGetters, EngineFiles, StateMoves, Engine):
     """An engine that answers to DeepSpeed's names; everything else is `shardwell.Engine`."""
 
     optimizer_class = DeepSpeedOptimizer
+    pipeline_bases = (PipelineMethods,)
     _user_config: Any = None  # the dictionary that the user passed, or that the file holds
     _user_boundary: bool | None = None  # holds until it is set again
     _has_stepped = False  # the last `step` was at a boundary
     mpu: Any = None
+    grid: PipelineParallelGrid | None = None  # of an engine with axes
     args: Any = None
     client_optimizer: Any = None
     client_lr_scheduler: Any = None
@@ -64,9 +69,18 @@ class DeepSpeedEngine(ConfigGetters, EngineFiles, StateMoves, Engine):
         self.monitor = self.monitor or SilentMonitor()  # type: ignore[assignment]
         for name, value in given.items():
             setattr(self, name, value)
+        self._answer_for_axes()
         self.label_parameters()
         if isinstance(self.optimizer, DeepSpeedOptimizer):
             self.optimizer.zero_stage = self.zero_optimization_stage()
+
+    def _answer_for_axes(self) -> None:
+        """Let `deepspeed.utils.groups` answer by the axes of this engine, or by the `mpu` that the user passed."""
+        roles = self._context.roles
+        if roles.grid.has_model_axes:
+            self.grid = PipelineParallelGrid(topology_of(roles.grid), roles=roles)
+            self.mpu = self.mpu or self.grid
+            groups.mpu = self.mpu
 
     def label_parameters(self) -> None:
         """Give the parameters `ds_id` and the others at stage 3, and take them off below it."""
@@ -328,14 +342,21 @@ class DeepSpeedEngine(ConfigGetters, EngineFiles, StateMoves, Engine):
         return model, names[asked] if asked is not None else model
 
     def get_data_parallel_rank(self) -> int:
-        """Return this rank among those that gradients are averaged over."""
-        return self.global_rank
+        """Return which share of the rows this rank trains on."""
+        return self.data_rank
 
     def get_model_parallel_rank(self) -> int:
-        """Return 0: there is no model parallelism."""
-        return 0
+        """Return this rank's index among those that hold one model: of stages and of shared tensors."""
+        return 0 if self.grid is None else self.grid.get_model_parallel_rank()
 
-    get_tensor_parallel_rank = get_model_parallel_rank
+    def get_tensor_parallel_rank(self) -> int:
+        """Return this rank's index among those that share each tensor."""
+        return 0 if self.grid is None else self.grid.get_slice_parallel_rank()
+
+    def get_sequence_parallel_group(self) -> Any:
+        """Return the group of ranks that share sequences; None if there is none."""
+        roles = self._context.roles
+        return None if roles.sequence is None else roles.sequence.rank_group.group
 
     def get_type(self) -> list[Any]:
         """Return the entry `type` of each parameter group."""
@@ -362,6 +383,8 @@ class DeepSpeedEngine(ConfigGetters, EngineFiles, StateMoves, Engine):
         """End the engine, as `shardwell.Engine.destroy` does, and take DeepSpeed's attributes off the parameters."""
         super().destroy(whole=whole)
         unlabel(self.module.parameters())
+        if groups.mpu is not None and groups.mpu is self.grid:
+            groups.mpu = None
 
     def __getattr__(self, name: str) -> Any:
         """Look an attribute up on the model; an unknown one is reported in the engine's name."""

@@ -82,6 +82,7 @@ GETTERS: dict[str, tuple[str, Any]] = {
     "tensor_parallel_config": ("tensor_parallel", None),
     "initial_dynamic_scale": ("fp16.initial_scale_power", 16),
     "prescale_gradients": ("prescale_gradients", False),
+    "autotp_size": ("tensor_parallel.autotp_size", 0),
     "graph_harvesting": ("graph_harvesting", False),
     "tensorboard_enabled": ("tensorboard.enabled", False),
 }
@@ -93,9 +94,7 @@ OFF: dict[str, Any] = {
         ("is_deepcompile_enabled", "is_deepcompile_active", "super_offload", "checkpoint_writer_enabled"), False
     ),
     "checkpoint_serialization_enabled": False,
-    "autotp_size": 0,
     **dict.fromkeys(("compile_autosp", "compile_autotp"), False),
-    "get_sequence_parallel_group": None,
     **dict.fromkeys(("amp_enabled", "eigenvalue_enabled", "pld_enabled", "curriculum_enabled_legacy"), False),
     **dict.fromkeys(("quantize_training", "elasticity_enabled"), False),
     **dict.fromkeys(("amp_params", "pld_params", "get_pld_theta", "curriculum_params_legacy"), None),

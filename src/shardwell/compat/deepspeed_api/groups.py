@@ -1,7 +1,7 @@
-"""`deepspeed.utils.groups`: who shares what with whom, where all ranks are data-parallel.
+"""`deepspeed.utils.groups`: who shares what with whom.
 
-Tensor, sequence, pipeline and expert parallelism have size 1, unless the user's own `mpu` object says otherwise; what
-would need groups for them is refused.
+Tensor, sequence and pipeline parallelism have size 1, unless the user's own `mpu` object says otherwise, or an engine
+with such axes: the last one that was made answers. What would need other groups is refused.
 """
 
 from __future__ import annotations
@@ -10,9 +10,14 @@ import functools
 from typing import Any
 
 from shardwell.compat.deepspeed_api import comm
+from shardwell.compat.deepspeed_api.model_parallel_unit import (
+    bwc_tensor_model_parallel_group,
+    bwc_tensor_model_parallel_rank,
+    bwc_tensor_model_parallel_world_size,
+)
 from shardwell.errors import ShardwellError
 
-mpu: Any = None  # the user's object that knows about model parallelism, or None
+mpu: Any = None  # what knows about model parallelism, the user's object or the grid of an engine, or None
 mesh_device: Any = None  # a DeviceMesh with the dimensions data_parallel and sequence_parallel, or None
 expert_tensor_parallel_world_size = 1
 
@@ -148,12 +153,25 @@ def get_model_parallel_group() -> Any:
     return _ask("get_model_parallel_group", None) or _group_of_one()
 
 
+def get_tensor_model_parallel_world_size() -> int:
+    return int(bwc_tensor_model_parallel_world_size(mpu))
+
+
+def get_tensor_model_parallel_rank() -> int:
+    return int(bwc_tensor_model_parallel_rank(mpu))
+
+
+def get_tensor_model_parallel_group() -> Any:
+    """Return the group of ranks that share each tensor: this rank alone, unless an engine or `mpu` says otherwise."""
+    return bwc_tensor_model_parallel_group(mpu) or _group_of_one()
+
+
 def get_tensor_model_parallel_src_rank() -> int:
-    return comm.get_rank() - get_model_parallel_rank()
+    """Return the first of the ranks that share tensors with this one."""
+    return int(comm.get_global_rank(get_tensor_model_parallel_group(), 0))
 
 
-get_model_parallel_world_size = get_tensor_model_parallel_world_size = _get_model_parallel_world_size
-get_tensor_model_parallel_rank, get_tensor_model_parallel_group = get_model_parallel_rank, get_model_parallel_group
+get_model_parallel_world_size = _get_model_parallel_world_size
 
 
 def _create_model_parallel(model_parallel_size_: int) -> tuple[Any, Any]:

@@ -7,7 +7,8 @@ from shardwell.compat.deepspeed_api.names_refused import MODEL_PARALLEL, ONE_OPT
 from shardwell.compat.deepspeed_api.rows import Constant, Row, Supported, everything, refused, supported
 
 PIPE_NAMES: dict[str, Row] = {
-    name: Supported(f"shardwell.pipeline:{name}") for name in ("PipelineModule", "LayerSpec", "TiedLayerSpec")
+    "PipelineModule": Supported("pipeline_module:PipelineModule"),
+    **{name: Supported(f"shardwell.pipeline:{name}") for name in ("LayerSpec", "TiedLayerSpec")},
 }
 
 _ESTIMATES = {
@@ -180,9 +181,13 @@ MODULES: dict[str, dict[str, Row]] = {
     ),
     "deepspeed.runtime.compiler": supported("modules", "is_compile_supported"),
     "deepspeed.runtime.pipe": {**PIPE_NAMES, "ProcessTopology": Supported("topology:ProcessTopology")},
-    "deepspeed.runtime.pipe.module": PIPE_NAMES,
-    "deepspeed.runtime.pipe.engine": {"PipelineEngine": Supported("shardwell.engine.pipeline_engine:PipelinedEngine")},
-    "deepspeed.runtime.pipe.topology": supported(
-        "topology", "ProcessTopology", "PipeDataParallelTopology", "PipeModelDataParallelTopology"
-    ),
+    "deepspeed.runtime.pipe.module": {**PIPE_NAMES, "PipelineError": Supported("shardwell.errors:ShardwellError")},
+    "deepspeed.runtime.pipe.engine": {
+        "PipelineEngine": Supported("shardwell.engine.pipeline_engine:PipelinedEngine"),
+        "PipelineError": Supported("shardwell.errors:ShardwellError"),
+    },
+    "deepspeed.runtime.pipe.topology": {
+        **supported("topology", "ProcessTopology", "PipeDataParallelTopology", "PipeModelDataParallelTopology"),
+        **supported("parallel_grid", "PipelineParallelGrid"),
+    },
 }

@@ -3,29 +3,48 @@
 from __future__ import annotations
 
 from collections import namedtuple
+from collections.abc import Sequence
 from itertools import product
 from math import prod
 from typing import Any
 
-from shardwell.errors import ConfigError
+from shardwell.errors import ConfigError, ShardwellError
+
+
+class _NoSuchPointError(ShardwellError, AssertionError, KeyError):
+    """A point that a topology does not have, which is an AssertionError in DeepSpeed."""
+
+    __str__ = Exception.__str__
 
 
 class ProcessTopology:
     """Ranks as the points of a grid, the last axis of which is the innermost."""
 
-    def __init__(self, axes: list[str], dims: list[int]) -> None:
+    def __init__(self, axes: list[str], dims: list[int], *, ranks: Sequence[int] = ()) -> None:
+        """Lay ranks out in their order, or in that of `ranks`."""
         self.axes, self.dims = list(axes), list(dims)
         make_class: Any = namedtuple
         self.ProcessCoord = make_class("ProcessCoord", axes)
         self.mapping: dict[Any, int] = {}
-        for point in product(*(range(dim) for dim in dims)):
-            self.mapping[self.ProcessCoord(*point)] = len(self.mapping)
+        for number, point in enumerate(product(*(range(dim) for dim in dims))):
+            self.mapping[self.ProcessCoord(*point)] = ranks[number] if ranks else number
 
     def get_rank(self, **coord_kwargs: int) -> int:
         """Return the rank at a point."""
         if len(coord_kwargs) != len(self.axes):
-            raise ValueError(f"get_rank needs all axes: {', '.join(self.axes)}")
-        return self.mapping[self.ProcessCoord(**coord_kwargs)]
+            raise ValueError(f"get_rank needs all axes: {', '.join(self.axes)}; filter_match takes some of them")
+        point = self.ProcessCoord(**coord_kwargs)
+        if point not in self.mapping:
+            raise _NoSuchPointError(f"{point} is not in a topology of {self._shown()}")
+        return self.mapping[point]
+
+    def get_rank_repr(
+        self, rank: int, omit_axes: Sequence[str] = ("data", "pipe"), inner_sep: str = "_", outer_sep: str = "-"
+    ) -> str:
+        """Return a rank as a text for names of files: `model_00`, by default without the axes data and pipe."""
+        point = self.get_coord(rank)
+        named = [axis for axis in self.axes if axis not in omit_axes]
+        return outer_sep.join(f"{axis}{inner_sep}{getattr(point, axis):02d}" for axis in named)
 
     def get_axis_names(self) -> list[str]:
         """Return the axes, from the outermost to the innermost."""
@@ -37,7 +56,10 @@ class ProcessTopology:
 
     def get_coord(self, rank: int) -> Any:
         """Return the point of a rank."""
-        return next(point for point, number in self.mapping.items() if number == rank)
+        found = next((point for point, number in self.mapping.items() if number == rank), None)
+        if found is None:
+            raise ValueError(f"rank {rank} is not in a topology of {self._shown()}")
+        return found
 
     def get_axis_list(self, axis: str, idx: int) -> list[int]:
         """Return the ranks whose index along an axis is `idx`."""
@@ -60,6 +82,12 @@ class ProcessTopology:
 
     def world_size(self) -> int:
         return prod(self.dims)
+
+    def __str__(self) -> str:
+        return str(self.mapping)
+
+    def _shown(self) -> str:
+        return " x ".join(f"{dim} ({axis})" for axis, dim in zip(self.axes, self.dims, strict=True))
 
 
 class PipeDataParallelTopology(ProcessTopology):
