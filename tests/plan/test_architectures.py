@@ -108,6 +108,8 @@ def test_a_decoder_in_gpts_form_has_the_parameters_of_the_model(fields: dict[str
         ("llama", {"intermediate_size": None}, "has no intermediate_size"),
         ("opt", {"ffn_dim": 96, "max_position_embeddings": 32, "word_embed_proj_dim": 32}, "word_embed_proj_dim is 32"),
         ("opt", {"ffn_dim": 96}, "has no max_position_embeddings"),
+        ("opt", {"ffn_dim": 96, "max_position_embeddings": 32, "_remove_final_layer_norm": True}, "_remove_final"),
+        ("opt", {"ffn_dim": 96, "max_position_embeddings": 32, "layer_norm_elementwise_affine": False}, "_affine is"),
         ("gpt_neox", {"attention_bias": False}, "attention_bias is False"),
         ("gemma3", {"text_config": {"model_type": "gemma3_text"}}, "Its text_config alone"),
     ],

@@ -87,6 +87,8 @@ def _check_form(found: dict[str, Any], path: Path) -> None:
         "word_embed_proj_dim": width not in (None, hidden),
         "do_layer_norm_before": found.get("do_layer_norm_before") is False,
         "enable_bias": found.get("enable_bias") is False,
+        "layer_norm_elementwise_affine": found.get("layer_norm_elementwise_affine") is False,
+        "_remove_final_layer_norm": bool(found.get("_remove_final_layer_norm")),
         "attention_bias": found["model_type"] == "gpt_neox" and found.get("attention_bias") is False,
         "add_cross_attention": bool(found.get("add_cross_attention")),
     }
@@ -121,10 +123,20 @@ def _mixture(found: dict[str, Any], path: Path) -> dict[str, int]:
     shared = 0 if found["model_type"] != "qwen2_moe" else _number(found, path, (_SHARED_MLP,), needed=True)
     return {
         "mlp": _number(found, path, ("intermediate_size" if is_mixtral else "moe_intermediate_size",), needed=True),
-        "experts": _number(found, path, ("num_local_experts" if is_mixtral else "num_experts",), needed=True),
+        "experts": _num_experts(found, path),
         "experts_of_token": _number(found, path, ("num_experts_per_tok",), needed=True),
         "shared_mlp": shared,
     }
+
+
+def _num_experts(found: dict[str, Any], path: Path) -> int:
+    """Return the experts of a block: Mixtral and Qwen3-MoE have two names for them."""
+    names = ("num_experts",) if found["model_type"] == "qwen2_moe" else ("num_local_experts", "num_experts")
+    said = [(name, found[name]) for name in names if found.get(name) is not None]
+    if any(number != said[0][1] for _, number in said):
+        words = " and ".join(f"{name} {number}" for name, number in said)
+        raise ConfigError(f"{path}: has {words}, which are two names for the experts of a block: remove one")
+    return _number(found, path, names, needed=True)
 
 
 def _number(found: dict[str, Any], path: Path, names: tuple[str, ...], *, needed: bool) -> int:
