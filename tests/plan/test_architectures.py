@@ -110,6 +110,8 @@ def test_a_decoder_in_gpts_form_has_the_parameters_of_the_model(fields: dict[str
         ("opt", {"ffn_dim": 96}, "has no max_position_embeddings"),
         ("opt", {"ffn_dim": 96, "max_position_embeddings": 32, "_remove_final_layer_norm": True}, "_remove_final"),
         ("opt", {"ffn_dim": 96, "max_position_embeddings": 32, "layer_norm_elementwise_affine": False}, "_affine is"),
+        ("llama", {"tie_word_embeddings": "false"}, "tie_word_embeddings is 'false', expected true or false"),
+        ("llama", {"attention_bias": 1}, "attention_bias is 1, expected true or false"),
         ("gpt_neox", {"attention_bias": False}, "attention_bias is False"),
         ("gemma3", {"text_config": {"model_type": "gemma3_text"}}, "Its text_config alone"),
     ],

@@ -114,7 +114,6 @@ def test_faster_hardware_is_never_slower(name: str, fields: tuple[str, ...]) -> 
     assert timed(name).seconds < before
 
 
-
 def test_what_each_further_block_hides_more_of_does_not_make_shares_that_exceed_the_step() -> None:
     """A link that is waited for less with each block would be waited for a negative time."""
     few = StepTime(10.0, {COMPUTE: ResourceTime(9.0, 9.0), INSIDE: ResourceTime(2.0, 1.0)}, ())

@@ -30,6 +30,10 @@ _TIED = ("gpt2", "opt", "bloom", *_GEMMAS, "smollm3")  # unless the configuratio
 _FOUR_TIMES = ("gpt2", "bloom")  # the MLP's inner size over the hidden one, where it is not said
 _AS_HEADS = ("llama", "phi3", "olmo2", "granite", *_PLAIN)  # heads of keys and values, where they are not said
 _HEAD_DIMS = {**dict.fromkeys(_GEMMAS, 256), "qwen3": 128}  # where it is not said, and not the hidden size over heads
+_FLAGS = (
+    *("tie_word_embeddings", "attention_bias", "mlp_bias", "qkv_bias", "enable_bias", "do_layer_norm_before"),
+    *("layer_norm_elementwise_affine", "_remove_final_layer_norm", "add_cross_attention", "use_sliding_window"),
+)
 _SHARED_MLP = "shared_expert_intermediate_size"
 
 
@@ -46,6 +50,7 @@ def sizes_of_file(path: Path) -> tuple[DecoderSizes, tuple[str, ...]]:
     sizes["kv_heads"] = _number(found, path, _KV_HEADS, needed=not is_said)
     sizes["head_dim"] = _number(found, path, ("head_dim",), needed=False) or _HEAD_DIMS.get(kind, 0)
     sizes |= _mixture(found, path) if kind in _MIXTURES else {}
+    _check_flags(found, path)
     _check_form(found, path)
     has_bias, is_gated = bool(found.get("attention_bias")), kind in (*_GATED, *_MIXTURES)
     return DecoderSizes(
@@ -78,6 +83,12 @@ def _positions(found: dict[str, Any], path: Path) -> int:
         return 0
     rows = _number(found, path, ("max_position_embeddings", "n_positions"), needed=True)
     return rows + 2 if found["model_type"] == "opt" else rows
+
+
+def _check_flags(found: dict[str, Any], path: Path) -> None:
+    """Refuse flags of other types: the text "false" would be true."""
+    for name in (one for one in _FLAGS if not isinstance(found.get(one), bool | None)):
+        raise ConfigError(f"{path}: {name} is {found[name]!r}, expected true or false")
 
 
 def _check_form(found: dict[str, Any], path: Path) -> None:
