@@ -82,8 +82,7 @@ def drawn(draw: random.Random) -> Drawn:
 
 def points(what_if: WhatIf, one: Drawn, draw: random.Random) -> Iterator[Point]:
     """Draw points that the page offers."""
-    most, least = what_if.most[one.structure], one.asked().structure_class(one.structure).first_depth
-    places = [at[:2] for at in what_if.ranks if at[2] and at[0] * at[1] <= most]
+    places, least = what_if.places[one.structure], one.asked().structure_class(one.structure).first_depth
     for _ in range(OF_A_MODEL):
         batch, sequence = draw.randint(1, 9), SEQUENCE * draw.randint(1, 40)
         yield Point(*draw.choice(places), batch, sequence, least + draw.randint(0, DEEPER))

@@ -69,7 +69,8 @@ def points(what_if: WhatIf, count: int, seed: int) -> list[tuple[Structure, Poin
     found = []
     for _ in range(count):
         structure, per_node = draw.choice(STRUCTURES), draw.choice((2, 4, 8))
-        place = draw.choice([one for one in nodes if one * per_node <= what_if.most[structure]]), per_node
+        most = max(one * local for one, local in what_if.places[structure])
+        place = draw.choice([one for one in nodes if one * per_node <= most]), per_node
         found.append((structure, Point(*place, draw.randint(1, 9), 256 * draw.randint(1, 40), SIZES.layers)))
     return found
 
