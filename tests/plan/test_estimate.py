@@ -139,9 +139,16 @@ class AsksForValues(nn.Module):
         return self.layer(x).sum()
 
 
-def test_a_model_that_asks_for_values_is_told_its_line() -> None:
-    with pytest.raises(shardwell.ShardwellError, match=r"test_estimate\.py:\d+ .*item.*asks for the value"):
-        estimate(AsksForValues(), config(2), machine(2), (torch.zeros(2, 4),))
+class AsksForAnArray(AsksForValues):
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.layer(x)
+        return found.sum() * float(found.detach().numpy().sum())
+
+
+@pytest.mark.parametrize(("kind", "word"), [(AsksForValues, "item"), (AsksForAnArray, "numpy")])
+def test_a_model_that_asks_for_values_is_told_its_line(kind: type[nn.Module], word: str) -> None:
+    with pytest.raises(shardwell.ShardwellError, match=rf"test_estimate\.py:\d+ .*{word}.*asks for the value"):
+        estimate(kind(), config(2), machine(2), (torch.zeros(2, 4),))
 
 
 def test_fused_updates_that_a_configuration_asks_for_are_planned() -> None:

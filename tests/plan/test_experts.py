@@ -47,10 +47,19 @@ def written(folder: Path, kind: str, **changes: Any) -> Path:
     return path
 
 
-@pytest.mark.parametrize("kind", FILES)
-def test_a_decoder_has_the_parameters_of_the_model_that_it_stands_for(kind: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("kind", "changes"),
+    [
+        *((kind, {}) for kind in FILES),
+        ("qwen3_moe", {"num_experts": None, "num_local_experts": 4}),  # as Transformers 5 writes it
+        ("mixtral", {"num_experts": 4, "num_local_experts": None}),
+    ],
+)
+def test_a_decoder_has_the_parameters_of_the_model_that_it_stands_for(
+    kind: str, changes: dict[str, Any], tmp_path: Path
+) -> None:
     transformers = pytest.importorskip("transformers")
-    path = written(tmp_path, kind)
+    path = written(tmp_path, kind, **changes)
     with torch.device("meta"):
         real = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.from_pretrained(path))
         mine = Decoder(sizes_of(str(path))[1])
@@ -116,6 +125,7 @@ def test_ranks_that_share_sequences_count_each_token_once() -> None:
         ("mixtral", {"num_experts_per_tok": 9}, "a token cannot go to 9 of 4 experts"),
         ("mixtral", {"num_experts_per_tok": None}, "has no num_experts_per_tok"),
         ("qwen3_moe", {"mlp_only_layers": [0]}, "blocks of one kind"),
+        ("qwen3_moe", {"num_local_experts": 8}, "num_local_experts 8 and num_experts 4, which are two names"),
         ("qwen3_moe", {"moe_intermediate_size": None}, "has no moe_intermediate_size"),
         ("qwen2_moe", {"model_type": "deepseek_v3"}, "a model of experts of which model_type is 'deepseek_v3'"),
     ],

@@ -15,8 +15,8 @@ from shardwell.plan import SimulatedMachine, SimulatedRanks
 from shardwell.plan.forms import make_forms, simulated_sizes
 from shardwell.plan.models import PRESETS, PlanModel, decoder
 from shardwell.plan.page import PlanPage
-from shardwell.plan.terms import NoFormError, Point, shard_tree
-from shardwell.plan.trees import Symbol, as_json, evaluate
+from shardwell.plan.terms import NoFormError, Point, Sizes, shard_tree
+from shardwell.plan.trees import Symbol, as_json, evaluate, plus, times
 from shardwell.plan.what_if import Asked, Structure, WhatIf
 from shardwell.sharding.layout import TensorSpec, make_layout
 from tests.support.browser import PROGRAM, Browser
@@ -69,7 +69,8 @@ def points(what_if: WhatIf, count: int, seed: int) -> list[tuple[Structure, Poin
     found = []
     for _ in range(count):
         structure, per_node = draw.choice(STRUCTURES), draw.choice((2, 4, 8))
-        place = draw.choice([one for one in nodes if one * per_node <= what_if.most[structure]]), per_node
+        most = max(one * local for one, local in what_if.places[structure])
+        place = draw.choice([one for one in nodes if one * per_node <= most]), per_node
         found.append((structure, Point(*place, draw.randint(1, 9), 256 * draw.randint(1, 40), SIZES.layers)))
     return found
 
@@ -83,6 +84,15 @@ def test_the_layout_of_symbols_is_the_layout_of_numbers() -> None:
         for ranks in (2, 3, 7, 16, 1000):
             whole = make_layout([TensorSpec("", (numel,))], ranks)
             assert evaluate(tree, {"ranks": ranks}) == whole.shard_numel
+
+
+def test_a_staging_buffer_is_a_rounded_shard_and_not_a_shard_and_some_bytes() -> None:
+    """At three points 32 bytes more than a shard may be what rounding adds; at others it adds none, or others."""
+    points = [
+        {"nodes": 1, "per_node": ranks, "ranks": ranks, "shard0": shard} for ranks, shard in ((32, 20016), (6, 106736))
+    ]
+    found = Sizes(points, {}).buffer((40064, 213504), ["shard0"], ["shard0"], is_staging=True)
+    assert evaluate(plus(*(times(count, tree) for tree, count in found.items())), {"shard0": 10008}) == 20032
 
 
 def test_arithmetic_of_symbols_is_that_of_numbers() -> None:

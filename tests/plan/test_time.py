@@ -16,6 +16,7 @@ from shardwell.plan.decoder import DecoderSizes
 from shardwell.plan.devices import drives, gpu, gpus, links, speeds_of
 from shardwell.plan.estimate import _time_of_blocks, _timed_at
 from shardwell.plan.models import decoder
+from shardwell.plan.step_time import ResourceTime, extrapolated
 from shardwell.plan.time_report import cost
 from shardwell.virtual_time.virtual_clock import BETWEEN, COMPUTE, DISK, DOWN, INSIDE, UP, UPDATE
 
@@ -111,6 +112,17 @@ def test_faster_hardware_is_never_slower(name: str, fields: tuple[str, ...]) -> 
         faster = timed(name, replace(slow, **{field: 2 * getattr(slow, field)})).seconds
         assert faster <= before * (1 + 1e-9), field
     assert timed(name).seconds < before
+
+
+def test_what_each_further_block_hides_more_of_does_not_make_shares_that_exceed_the_step() -> None:
+    """A link that is waited for less with each block would be waited for a negative time."""
+    few = StepTime(10.0, {COMPUTE: ResourceTime(9.0, 9.0), INSIDE: ResourceTime(2.0, 1.0)}, ())
+    more = StepTime(11.6, {COMPUTE: ResourceTime(11.0, 11.0), INSIDE: ResourceTime(3.0, 0.6)}, ())
+    for blocks in (1, 2, 10):
+        whole = extrapolated(few, more, 1, blocks)
+        assert sum(one.exposed for one in whole.by_resource.values()) == pytest.approx(whole.seconds)
+        assert sum(whole.bounds.values()) == pytest.approx(1.0)
+        assert whole.seconds >= max(one.busy for one in whole.by_resource.values())
 
 
 def test_plans_of_the_same_are_the_same() -> None:

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import math
+import resource
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -19,7 +24,8 @@ from shardwell.plan.axes import with_axes
 from shardwell.plan.changes import FittingChange, PlanChoice
 from shardwell.plan.decoder import DecoderSizes
 from shardwell.plan.devices import gpu, speeds_of
-from shardwell.plan.models import PlanModel, decoder, model_named
+from shardwell.plan.models import PlanModel, decoder
+from tests.support.command import environment
 
 SIZES = DecoderSizes(40, 512, 8, 1024)
 SMALL = PlanModel("small", lambda batch, length, again: decoder("small", SIZES, batch, length, recomputes=again))
@@ -172,8 +178,14 @@ def test_the_refusal_of_a_change_does_not_end_the_search() -> None:
 
 
 @pytest.mark.slow
-def test_ten_trillion_parameters_on_65536_ranks_are_planned_in_seconds() -> None:
-    begin = time.process_time()
-    report = model_named("10t").report(config(3), machine(65536, timed=True), 2048, True)
-    assert report.costs.num_parameters > 10e12
-    assert time.process_time() - begin < 15  # about 2 s on an idle core, without imports
+def test_ten_trillion_parameters_on_65536_ranks_are_planned_in_five_seconds() -> None:
+    """The least CPU seconds of the whole command, imports included; other work on the machine only adds to them."""
+    command = [sys.executable, "-m", "shardwell", "plan", "10t", "--gpus", "65536", "--nodes", "8192", "--json"]
+    took = []
+    while len(took) < 8 and min(took, default=math.inf) > 5:
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        found = subprocess.run(command, env=environment(fresh=True), capture_output=True, text=True, check=False)
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        took.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
+        assert json.loads(found.stdout)["num_parameters"] > 10e12
+    assert min(took) <= 5

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from shardwell.memory import Tier
+from shardwell.memory import StateKind, Tier
 from shardwell.memory.machine import SimulatedMachine, SimulatedRanks
 from shardwell.plan.estimate import record
 from shardwell.plan.recording import ACTIVATIONS, Change, Recording
@@ -205,11 +205,14 @@ def _trace(runs: Sequence[Recording], sizes: Sizes, names: list[str], units: dic
     found = []
     for same in zip(*(run.changes for run in runs), strict=True):
         change, at = same[0], tuple(abs(one.size) for one in same)
-        key = change.state == ACTIVATIONS, change.unit, at
+        is_staging = change.state == StateKind.STAGING.value
+        key = change.state == ACTIVATIONS, is_staging, change.unit, at
         if key not in known_terms:
             own = list(dict.fromkeys(units.get(change.unit, ())))
             known_terms[key] = (
-                sizes.activation(at, names) if change.state == ACTIVATIONS else sizes.buffer(at, own, names)
+                sizes.activation(at, names)
+                if change.state == ACTIVATIONS
+                else sizes.buffer(at, own, names, is_staging=is_staging)
             )
         sign = 1 if change.size > 0 else -1
         found.append((change, {tree: sign * factor for tree, factor in known_terms[key].items()}))

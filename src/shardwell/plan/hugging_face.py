@@ -30,6 +30,10 @@ _TIED = ("gpt2", "opt", "bloom", *_GEMMAS, "smollm3")  # unless the configuratio
 _FOUR_TIMES = ("gpt2", "bloom")  # the MLP's inner size over the hidden one, where it is not said
 _AS_HEADS = ("llama", "phi3", "olmo2", "granite", *_PLAIN)  # heads of keys and values, where they are not said
 _HEAD_DIMS = {**dict.fromkeys(_GEMMAS, 256), "qwen3": 128}  # where it is not said, and not the hidden size over heads
+_FLAGS = (
+    *("tie_word_embeddings", "attention_bias", "mlp_bias", "qkv_bias", "enable_bias", "do_layer_norm_before"),
+    *("layer_norm_elementwise_affine", "_remove_final_layer_norm", "add_cross_attention", "use_sliding_window"),
+)
 _SHARED_MLP = "shared_expert_intermediate_size"
 
 
@@ -46,6 +50,7 @@ def sizes_of_file(path: Path) -> tuple[DecoderSizes, tuple[str, ...]]:
     sizes["kv_heads"] = _number(found, path, _KV_HEADS, needed=not is_said)
     sizes["head_dim"] = _number(found, path, ("head_dim",), needed=False) or _HEAD_DIMS.get(kind, 0)
     sizes |= _mixture(found, path) if kind in _MIXTURES else {}
+    _check_flags(found, path)
     _check_form(found, path)
     has_bias, is_gated = bool(found.get("attention_bias")), kind in (*_GATED, *_MIXTURES)
     return DecoderSizes(
@@ -80,6 +85,12 @@ def _positions(found: dict[str, Any], path: Path) -> int:
     return rows + 2 if found["model_type"] == "opt" else rows
 
 
+def _check_flags(found: dict[str, Any], path: Path) -> None:
+    """Refuse flags of other types: the text "false" would be true."""
+    for name in (one for one in _FLAGS if not isinstance(found.get(one), bool | None)):
+        raise ConfigError(f"{path}: {name} is {found[name]!r}, expected true or false")
+
+
 def _check_form(found: dict[str, Any], path: Path) -> None:
     """Refuse variants of a class that have other parameters than its usual form."""
     width, hidden = found.get("word_embed_proj_dim"), found.get("hidden_size")
@@ -87,6 +98,8 @@ def _check_form(found: dict[str, Any], path: Path) -> None:
         "word_embed_proj_dim": width not in (None, hidden),
         "do_layer_norm_before": found.get("do_layer_norm_before") is False,
         "enable_bias": found.get("enable_bias") is False,
+        "layer_norm_elementwise_affine": found.get("layer_norm_elementwise_affine") is False,
+        "_remove_final_layer_norm": bool(found.get("_remove_final_layer_norm")),
         "attention_bias": found["model_type"] == "gpt_neox" and found.get("attention_bias") is False,
         "add_cross_attention": bool(found.get("add_cross_attention")),
     }
@@ -121,10 +134,20 @@ def _mixture(found: dict[str, Any], path: Path) -> dict[str, int]:
     shared = 0 if found["model_type"] != "qwen2_moe" else _number(found, path, (_SHARED_MLP,), needed=True)
     return {
         "mlp": _number(found, path, ("intermediate_size" if is_mixtral else "moe_intermediate_size",), needed=True),
-        "experts": _number(found, path, ("num_local_experts" if is_mixtral else "num_experts",), needed=True),
+        "experts": _num_experts(found, path),
         "experts_of_token": _number(found, path, ("num_experts_per_tok",), needed=True),
         "shared_mlp": shared,
     }
+
+
+def _num_experts(found: dict[str, Any], path: Path) -> int:
+    """Return the experts of a block: Mixtral and Qwen3-MoE have two names for them."""
+    names = ("num_experts",) if found["model_type"] == "qwen2_moe" else ("num_local_experts", "num_experts")
+    said = [(name, found[name]) for name in names if found.get(name) is not None]
+    if any(number != said[0][1] for _, number in said):
+        words = " and ".join(f"{name} {number}" for name, number in said)
+        raise ConfigError(f"{path}: has {words}, which are two names for the experts of a block: remove one")
+    return _number(found, path, names, needed=True)
 
 
 def _number(found: dict[str, Any], path: Path, names: tuple[str, ...], *, needed: bool) -> int:

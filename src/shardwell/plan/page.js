@@ -117,10 +117,9 @@ function settle() {
       Object.assign(choice, chosen());
     }
   }
-  const most = data.most[keyOf(choice)], ranks = place => place.split('x').reduce((a, b) => a * b);
-  for (const option of control('ranks').options)
-    option.disabled = !data.in.includes(option.value) || ranks(option.value) > most;
-  if (ranks(control('ranks').value) > most) control('ranks').value = data.place;
+  const places = data.places[keyOf(choice)];
+  for (const option of control('ranks').options) option.disabled = !places.includes(option.value);
+  if (!places.includes(control('ranks').value)) control('ranks').value = data.place;
   for (const name of controls) for (const option of control(name).options) {
     const other = { ...choice, [name]: option.value };
     const any = name === 'stage' && Object.keys(data.forms).some(key => key.startsWith(option.value + ' '));

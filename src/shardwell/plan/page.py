@@ -127,8 +127,9 @@ class PlanPage:
         }  # fmt: skip
         if self.what_if is not None and self.what_if.forms and self.asked is not None:
             found["depth"] = self.what_if.layers
-            found["most"] = {one.key: ranks for one, ranks in self.what_if.most.items()}
-            found["in"] = [f"{nodes}x{local}" for nodes, local, is_in in self.what_if.ranks if is_in]
+            found["places"] = {
+                one.key: [f"{nodes}x{local}" for nodes, local in places] for one, places in self.what_if.places.items()
+            }
             found["place"] = f"{self.report.num_ranks // found['per_node']}x{found['per_node']}"
             found["forms"] = {one.key: forms.json() for one, forms in self.what_if.forms.items()}
             found["configs"] = {one.key: self.asked.settings(one) for one in self.what_if.forms}

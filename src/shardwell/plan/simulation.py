@@ -365,7 +365,7 @@ def naming_lines() -> Iterator[None]:
     """Turn the error of a model that asks for values, which do not exist, into one that names its line."""
     try:
         yield
-    except (NotImplementedError, RuntimeError) as error:
+    except (NotImplementedError, RuntimeError, TypeError) as error:
         if isinstance(error, ShardwellError) or "meta" not in str(error).lower():
             raise
         own = torch.__file__.rsplit("/", 1)[0], shardwell.__file__.rsplit("/", 1)[0]

@@ -135,6 +135,9 @@ def extrapolated(one: StepTime, other: StepTime, between: int, blocks: int) -> S
     moved, more = one.num_bytes, other.num_bytes
     sizes = {name: round(number(moved.get(name, 0), more.get(name, 0))) for name in {**moved, **more}}
     seconds = number(one.seconds, other.seconds)
+    total = sum(time.exposed for time in found.values())  # more, where what is hidden more and more would be below 0
+    share = seconds / total if total else 0.0
+    found = {name: replace(time, exposed=time.exposed * share) for name, time in found.items()}
     most = max(found, key=lambda name: found[name].busy, default=COMPUTE)
     if found and found[most].busy > seconds:
         found[most] = replace(found[most], exposed=found[most].exposed + found[most].busy - seconds)

@@ -152,17 +152,21 @@ class Sizes:
         is_whole = factor % BLOCK == 0 or (tree in _TOKENS[:2] and factor * SEQUENCE % BLOCK == 0)
         return found if is_whole else {aligned(times(factor, tree), BLOCK): 1}
 
-    def buffer(self, sizes: tuple[int, ...], own: Sequence[str], shards: Sequence[str]) -> Terms:
-        """Return the terms of a buffer of the engine's, which mostly has a shape of its own unit's groups."""
+    def buffer(self, sizes: tuple[int, ...], own: Sequence[str], shards: Sequence[str], *, is_staging: bool) -> Terms:
+        """Return the terms of a buffer of the engine's, which mostly has a shape of its own unit's groups.
+
+        Staging buffers are rounded, and no sums: a few points may not tell a shard and 32 bytes from a rounded one.
+        """
         for names in (own, shards):
             rows = [row for shard in names for row in _rows(shard)]
             coded = [row for shard in names for row in _coded(shard)]
             found = self._exact(sizes, rows, _BYTES) or self._exact(sizes, coded, (1, 2))
             if found:
                 return found
-        found = self._constant(sizes) or self._sum(sizes, own)
+        found = self._constant(sizes) or (None if is_staging else self._sum(sizes, own))
         for block, names in itertools.product(_ROUNDINGS, (own, shards)):
             found = found or self._rounded(sizes, [row for one in names for row in _rows(one)], block)
+        found = found or (self._sum(sizes, own) if is_staging else None)
         if not found:
             raise _refused(sizes)
         return found

@@ -8,6 +8,7 @@ else is named with the command to run.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -80,7 +81,8 @@ class WhatIf:
     layers: int
     ranks: list[tuple[int, int, bool]]  # nodes, ranks of a node, and whether the forms are for them
     forms: dict[Structure, Forms] = field(default_factory=dict)
-    most: dict[Structure, int] = field(default_factory=dict)  # ranks up to which the forms of a class were compared
+    # nodes and ranks of a node at which the forms of a class were compared with a simulation, and hold
+    places: dict[Structure, list[tuple[int, int]]] = field(default_factory=dict)
     refused: dict[Structure, str] = field(default_factory=dict)
 
 
@@ -126,7 +128,7 @@ class Asked:
                  f"quantised {structure.codec}")  # fmt: skip
             try:
                 forms = self._forms(structure, places, (nodes, per_node))
-                found.most[structure] = self._most(structure, forms, (nodes, per_node), offered)
+                found.places[structure] = self._holding(structure, forms, (nodes, per_node), offered)
                 found.forms[structure] = forms
             except NoFormError as error:
                 found.refused[structure] = str(error)
@@ -170,19 +172,16 @@ class Asked:
         batch = self.config["train_micro_batch_size_per_gpu"]
         return make_forms(found, places, [Point(*ranks, batch, self.sequence, found.first_depth + _AWAY)])
 
-    def _most(
+    def _holding(
         self, structure: Structure, forms: Forms, plan: tuple[int, int], offered: list[tuple[int, int, bool]]
-    ) -> int:
-        """Return the most ranks that forms are for: with many more ranks, several shards are updated at a time."""
-        found = self.structure_class(structure)
-        for nodes, local, is_in in reversed(offered):
-            if is_in and nodes * local > plan[0] * plan[1]:
-                try:
-                    compare(found, forms, Point(nodes, local, 2, self.sequence, found.first_depth), FEWEST_STEPS)
-                except NoFormError:
-                    continue
-                return nodes * local
-        return plan[0] * plan[1]
+    ) -> list[tuple[int, int]]:
+        """Return the ranks that forms hold at: with others, more or fewer small shards may be updated at a time."""
+        simulated, held = self.structure_class(structure), [plan]  # where the forms were compared already
+        for place in (one[:2] for one in offered if one[2] and one[:2] != plan):
+            with suppress(NoFormError):
+                compare(simulated, forms, Point(*place, 2, self.sequence, simulated.first_depth), FEWEST_STEPS)
+                held.append(place)
+        return held
 
 
 def _places(nodes: int) -> Iterator[tuple[int, int]]:
