@@ -5,6 +5,10 @@ import os
 
 # Some virtual machines announce AMX and then refuse its instructions, which kills any bf16 matrix product.
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE")
+# Torch asks a name server for the name of both ends of each connection to a store, and everyone who uses the store
+# waits: five seconds where an answer is lost. No test needs names that are not in the machine's own table.
+os.environ.setdefault("RES_OPTIONS", "attempts:0")
+os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # or torch warns that there is no name
 
 from collections.abc import Iterator
 from typing import Any
