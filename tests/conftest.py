@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import gc
 import os
+import sys
 
 # Some virtual machines announce AMX and then refuse its instructions, which kills any bf16 matrix product.
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE")
@@ -20,6 +21,8 @@ from tests.support import leaks, preloaded
 from tests.support.fast import fast_cases, long_files_first, together
 from tests.support.ranks import Ranks
 
+sys.dont_write_bytecode = False  # a run starts hundreds of processes: sources are compiled once
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 gc.disable()  # until tests run: what is imported stays, and would be looked at again and again
 torch.set_num_threads(1)
 leaks.watch()
@@ -82,9 +85,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """With `--dist loadfile`, let one worker have all files of libraries that take long to import."""
+    """With `--dist loadfile`, let one worker have all files of libraries that take long to import.
+
+    Files begin in the order of the items: xdist's own order would begin those with a single long test last.
+    """
     if config.getoption("dist") != "loadfile":
         return None
+    config.option.loadscopereorder = False
     from xdist.scheduler import LoadFileScheduling
 
     class Files(LoadFileScheduling):  # type: ignore[misc, unused-ignore]
