@@ -14,7 +14,7 @@ _ROOT = Path(__file__).resolve().parents[2]
 _LIBRARIES = r"^\s*(import|from) (transformers|peft|trl|lightning)|importorskip\(\"(transformers|peft|trl|lightning)"
 _THEIR_SUPPORT = r"tests\.support(\.| import )(zoo|trainer_scripts|lightning_runs|sequence_models|expert_models)"
 
-_WEIGHT_OF_SLOW = 40  # a slow case takes as long as so many others
+_WEIGHT_OF_SLOW = 15  # a slow case takes as long as so many others
 
 
 def fast_cases(items: Sequence[pytest.Item]) -> list[pytest.Item]:
@@ -25,11 +25,16 @@ def fast_cases(items: Sequence[pytest.Item]) -> list[pytest.Item]:
 
 
 def long_files_first(items: Sequence[pytest.Item]) -> list[pytest.Item]:
-    """Return the items with the files first that take longest, so that no worker ends with a long one alone."""
-    weights = Counter[str]()
+    """Return the items with the files first that take longest, so that no worker ends with a long one alone.
+
+    Files that have something slow come before all others: one case of them may take a minute.
+    """
+    weights, long = Counter[str](), set[str]()
     for item in items:
         weights[_file_of(item)] += _WEIGHT_OF_SLOW if "slow" in item.keywords else 1
-    return sorted(items, key=lambda item: -weights[_file_of(item)])
+        if "slow" in item.keywords:
+            long.add(_file_of(item))
+    return sorted(items, key=lambda item: (_file_of(item) not in long, -weights[_file_of(item)]))
 
 
 @cache

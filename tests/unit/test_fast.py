@@ -28,7 +28,7 @@ def test_files_of_libraries_that_take_long_to_import_are_run_by_one_worker() -> 
     assert together("tests/unit/test_fast.py") == "tests/unit/test_fast.py"
 
 
-def test_files_that_take_longest_come_first_with_their_items_in_order() -> None:
+def test_slow_files_come_first_then_those_of_many_items_in_order() -> None:
     many = [SimpleNamespace(nodeid=f"tests/unit/test_storage.py::test[{n}]", keywords=()) for n in range(30)]
     slow = [SimpleNamespace(nodeid=f"tests/unit/test_fast.py::test[{n}]", keywords=("slow",)) for n in range(2)]
     few = [SimpleNamespace(nodeid=f"tests/unit/test_imports.py::test[{n}]", keywords=()) for n in range(3)]
