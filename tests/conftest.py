@@ -2,9 +2,14 @@ from __future__ import annotations
 
 import gc
 import os
+import sys
 
 # Some virtual machines announce AMX and then refuse its instructions, which kills any bf16 matrix product.
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE")
+# Torch asks a name server for the name of both ends of each connection to a store, and everyone who uses the store
+# waits: five seconds where an answer is lost. No test needs names that are not in the machine's own table.
+os.environ.setdefault("RES_OPTIONS", "attempts:0")
+os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # or torch warns that there is no name
 
 from collections.abc import Iterator
 from typing import Any
@@ -16,6 +21,8 @@ from tests.support import leaks, preloaded
 from tests.support.fast import fast_cases, long_files_first, together
 from tests.support.ranks import Ranks
 
+sys.dont_write_bytecode = False  # a run starts hundreds of processes: sources are compiled once
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 gc.disable()  # until tests run: what is imported stays, and would be looked at again and again
 torch.set_num_threads(1)
 leaks.watch()
@@ -78,9 +85,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """With `--dist loadfile`, let one worker have all files of libraries that take long to import."""
+    """With `--dist loadfile`, let one worker have all files of libraries that take long to import.
+
+    Files begin in the order of the items: xdist's own order would begin those with a single long test last.
+    """
     if config.getoption("dist") != "loadfile":
         return None
+    config.option.loadscopereorder = False
     from xdist.scheduler import LoadFileScheduling
 
     class Files(LoadFileScheduling):  # type: ignore[misc, unused-ignore]

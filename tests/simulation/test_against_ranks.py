@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -9,13 +10,17 @@ import pytest
 from tests.support.plan_matrix import PlanCase, differences, on_rank, pairwise
 from tests.support.ranks import Ranks
 
-CASES = pairwise()
+
+@cache
+def drawn_cases() -> list[PlanCase]:
+    """Return the cases of all tests, which take seconds to choose: not where files are only collected."""
+    return pairwise()
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_a_simulated_rank_counts_what_a_real_one_counts(size: int, ranks: Ranks, tmp_path: Path) -> None:
-    cases = [case for case in CASES if case.ranks == size]
+    cases = [case for case in drawn_cases() if case.ranks == size]
     found = ranks.run(size, on_rank, cases, str(tmp_path))
     wrong = [
         f"{case}: rank {rank}: {words}"
@@ -28,12 +33,13 @@ def test_a_simulated_rank_counts_what_a_real_one_counts(size: int, ranks: Ranks,
 
 
 def test_every_two_choices_meet() -> None:
+    cases = drawn_cases()
     for stage in range(4):
-        assert {case.ranks for case in CASES if case.stage == stage} == {1, 2, 4}
-        assert {case.precision for case in CASES if case.stage == stage} == {"fp32", "bf16", "fp16", "autocast"}
-    tiers = {(case.states, case.parameters) for case in CASES}
+        assert {case.ranks for case in cases if case.stage == stage} == {1, 2, 4}
+        assert {case.precision for case in cases if case.stage == stage} == {"fp32", "bf16", "fp16", "autocast"}
+    tiers = {(case.states, case.parameters) for case in cases}
     assert tiers == {(one, other) for one in ("none", "cpu", "nvme") for other in ("none", "cpu", "nvme")}
-    assert {case.codec for case in CASES if case.states == "nvme"} == {case.codec for case in CASES}
+    assert {case.codec for case in cases if case.states == "nvme"} == {case.codec for case in cases}
 
 
 def test_a_case_that_differs_is_told(ranks: Ranks, tmp_path: Path) -> None:

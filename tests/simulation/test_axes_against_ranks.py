@@ -26,9 +26,9 @@ from tests.support.sequence_models import TOKENS, VOCABULARY, Decoder
 
 pytestmark = pytest.mark.slow
 
-SMALL = CaseStudy("small", 4, 32, 4, 48, 8, 2, 2, 2, 1, 1, 1, 0, "")
+SMALL = CaseStudy("small", 2, 32, 4, 48, 8, 2, 2, 2, 1, 1, 1, 0, "")
 MIXTURE = DecoderSizes(2, WIDTH, 2, VOCABULARY, mlp=24, gated=True, experts=NUM_EXPERTS, experts_of_token=2)
-TENSOR = {"tensor_parallel": {"autotp_size": 2, "plan": {**PLAN, "5.1": "colwise_gather_output"}}}
+TENSOR = {"tensor_parallel": {"autotp_size": 2, "plan": {**PLAN, "3.1": "colwise_gather_output"}}}
 PIPE = {"pipeline": {"stages": 2, "partition": "uniform"}}
 CASES: dict[str, tuple[int, int, dict[str, Any]]] = {  # ranks, stage, axes
     "tp2": (2, 0, TENSOR),
@@ -59,7 +59,7 @@ class InTurns(nn.Linear):
         return turns + 1e-3 * super().forward(rows).tanh()
 
 
-def counted(name: str, device: str) -> dict[str, Any]:
+def counted(name: str, device: str, plans: bool = False) -> dict[str, Any]:
     """What a rank holds after each step and at its peak, and what it received in the last one, by axis."""
     _, stage, axes = CASES[name]
     torch.manual_seed(0)
@@ -92,7 +92,8 @@ def counted(name: str, device: str) -> dict[str, Any]:
     }
     if device != "meta" and "pipeline" not in axes:
         inputs, loss = _inputs(name, device), _loss(name, _inputs(name, "meta"))
-        found["plan"] = engine.plan(inputs, loss).as_dict()
+        if plans:
+            found["plan"] = engine.plan(inputs, loss).as_dict()
         _step(name, engine, device)  # the job goes on after it was planned
     engine.destroy(whole=False)
     return found
@@ -170,9 +171,11 @@ def on_rank(names: list[str]) -> list[Any]:
     os.environ.update(LOCAL_WORLD_SIZE=str(size), LOCAL_RANK=str(rank))
     found = []
     for name in names:
-        real = counted(name, "cpu")
+        # Without a pipeline, the first and the last rank are both places of both axes. A mesh is made by all ranks.
+        is_simulated = "pp2" in name or "replicas" in name or rank in (0, size - 1)
+        real = counted(name, "cpu", plans=is_simulated)
         with simulated(SimulatedMachine(has_gpus=False, ranks=SimulatedRanks(rank, size, size, "gloo"))):
-            found.append((real, counted(name, "meta")))
+            found.append((real, counted(name, "meta") if is_simulated else None))
     return found
 
 
@@ -192,6 +195,8 @@ def test_a_simulated_rank_of_an_axis_counts_what_a_real_one_counts(size: int, ra
     answers = ranks.run(size, on_rank, names)
     for rank, pairs in enumerate(answers):
         for name, (real, plan) in zip(names, pairs, strict=True):
+            if plan is None:
+                continue
             for what in ("traffic", "by axis", "rest", "peaks"):
                 assert plan[what] == real[what], f"{name}, rank {rank}: {what}"
             assert plan["rest"][-1] == plan["rest"][-2]

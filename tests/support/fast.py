@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
@@ -13,6 +14,8 @@ _ROOT = Path(__file__).resolve().parents[2]
 _LIBRARIES = r"^\s*(import|from) (transformers|peft|trl|lightning)|importorskip\(\"(transformers|peft|trl|lightning)"
 _THEIR_SUPPORT = r"tests\.support(\.| import )(zoo|trainer_scripts|lightning_runs|sequence_models|expert_models)"
 
+_WEIGHT_OF_SLOW = 15  # a slow case takes as long as so many others
+
 
 def fast_cases(items: Sequence[pytest.Item]) -> list[pytest.Item]:
     """Return the items without `slow`; of a function in ranks, the last case: mostly stage 3 and most options."""
@@ -22,9 +25,16 @@ def fast_cases(items: Sequence[pytest.Item]) -> list[pytest.Item]:
 
 
 def long_files_first(items: Sequence[pytest.Item]) -> list[pytest.Item]:
-    """Return the items with the files first that have something slow, so that no worker ends with a long one alone."""
-    long = {item.path for item in items if "slow" in item.keywords}
-    return sorted(items, key=lambda item: item.path not in long)
+    """Return the items with the files first that take longest, so that no worker ends with a long one alone.
+
+    Files that have something slow come before all others: one case of them may take a minute.
+    """
+    weights, long = Counter[str](), set[str]()
+    for item in items:
+        weights[_file_of(item)] += _WEIGHT_OF_SLOW if "slow" in item.keywords else 1
+        if "slow" in item.keywords:
+            long.add(_file_of(item))
+    return sorted(items, key=lambda item: (_file_of(item) not in long, -weights[_file_of(item)]))
 
 
 @cache
@@ -35,6 +45,10 @@ def together(file: str) -> str:
     """
     text = (_ROOT / file).read_text()
     return "libraries" if re.search(f"{_LIBRARIES}|{_THEIR_SUPPORT}", text, re.MULTILINE) else file
+
+
+def _file_of(item: pytest.Item) -> str:
+    return together(item.nodeid.partition("::")[0])
 
 
 def _is_in_ranks(item: pytest.Item) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-from tests.support.fast import fast_cases, together
+from tests.support.fast import fast_cases, long_files_first, together
 
 
 def cases(name: str, num: int, keywords: tuple[str, ...] = (), fixtures: tuple[str, ...] = ("ranks",)) -> list[Any]:
@@ -26,3 +26,10 @@ def test_what_is_slow_goes_and_what_needs_no_ranks_stays() -> None:
 def test_files_of_libraries_that_take_long_to_import_are_run_by_one_worker() -> None:
     assert together("tests/models/test_lora.py") == together("tests/clients/test_trl.py") == "libraries"
     assert together("tests/unit/test_fast.py") == "tests/unit/test_fast.py"
+
+
+def test_slow_files_come_first_then_those_of_many_items_in_order() -> None:
+    many = [SimpleNamespace(nodeid=f"tests/unit/test_storage.py::test[{n}]", keywords=()) for n in range(30)]
+    slow = [SimpleNamespace(nodeid=f"tests/unit/test_fast.py::test[{n}]", keywords=("slow",)) for n in range(2)]
+    few = [SimpleNamespace(nodeid=f"tests/unit/test_imports.py::test[{n}]", keywords=()) for n in range(3)]
+    assert long_files_first([*few, *many[:9], *slow, *many[9:]]) == [*slow, *many, *few]
