@@ -11,9 +11,9 @@ from typing import ClassVar
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from shardwell import sequence_parallel
+from shardwell.checkpointing import checkpoint
 from shardwell.errors import ConfigError
 
 _SHARED = {"gate": "colwise", "up": "colwise", "down": "rowwise"}
@@ -95,7 +95,7 @@ class Decoder(nn.Module):
         if self.embed_norm is not None:
             x = self.embed_norm(x)
         for block in self.blocks:
-            x = checkpoint(block, x, use_reentrant=False) if self._recomputes else block(x)
+            x = checkpoint(block, x) if self._recomputes else block(x)
         logits = self.head(self.norm(x)).float()
         return F.cross_entropy(logits.flatten(0, 1), tokens.flatten())
 
