@@ -119,7 +119,7 @@ def test_weight_gradients_come_after_the_last_input_gradient(ranks: Ranks) -> No
 
 
 SLEEPS = (0.1, 0.2, 0.4, 0.8, 1.6)  # seconds of a forward and of each half of a backward, until it is near
-NEAR = 0.02  # half of what a forward too many or too few makes
+NEAR = 0.01
 
 
 class _Sleep(torch.autograd.Function):
