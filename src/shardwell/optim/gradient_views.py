@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from shardwell.errors import ShardwellError
 from shardwell.optim.sharded_gradient import HeldGradient, ShardedGradient
+from shardwell.optim.unit_optimizer import optimizer_of
 from shardwell.sharding import EngineContext, ShardedGroup, Unit
 from shardwell.sharding.gradients import GradState
 
@@ -358,7 +359,7 @@ class GradientViews:
 
     def _forget(self, view: GradientView) -> None:
         if view.unit.optimizer is not None:
-            view.unit.optimizer.executor.gradients_change(view.unit)
+            optimizer_of(view.unit).executor.gradients_change(view.unit)
         view.group.gradients.forget(view.index)
         view.is_attached = False
         view.held.forget_whole()

@@ -19,6 +19,7 @@ from shardwell.kernels import Moment8bit
 from shardwell.kernels.rounding import narrow
 from shardwell.optim.odd_state import KeptEntries, is_usual, state_from_json, state_to_json
 from shardwell.optim.param_slices import ParamSlice, is_elementwise, odd_keys
+from shardwell.optim.unit_optimizer import optimizer_of
 from shardwell.parallel import TrafficKind
 from shardwell.sharding import Residency, ShardedGroup, Unit, released
 from shardwell.sharding.gradients import gone
@@ -145,7 +146,7 @@ class ParamAccess:
             self._unit.owner.reduce_now(self._unit)
         result = self._averaged()
         if result is not None and self._unit.optimizer is not None:
-            self._unit.optimizer.executor.gradients_change(self._unit)
+            optimizer_of(self._unit).executor.gradients_change(self._unit)
         part = None if result is None else self._part(result)
         scale = self.loss_scale
         if part is None or scale == 1.0:
@@ -197,7 +198,7 @@ class ParamAccess:
         part = None if result is None else self._part(result)
         if part is not None:
             if self._unit.optimizer is not None:
-                self._unit.optimizer.executor.gradients_change(self._unit)
+                optimizer_of(self._unit).executor.gradients_change(self._unit)
             part.copy_(value.reshape(-1).to(part.device, torch.float32) * self.loss_scale)
 
     @property
@@ -207,7 +208,7 @@ class ParamAccess:
     def _tell(self) -> None:
         """Record that the unit's gradients are read or changed."""
         if self._unit.optimizer is not None:
-            self._unit.optimizer.executor.gradients_read(self._unit)
+            optimizer_of(self._unit).executor.gradients_read(self._unit)
 
     @property
     def _waits(self) -> bool:
@@ -236,7 +237,7 @@ class ParamAccess:
         gradients = self._group.gradients
         gradients.wait()
         if gradients.reduced.accumulates_elsewhere and self._unit.optimizer is not None:
-            self._unit.optimizer.executor.reduced(self._unit, at_boundary=False)
+            optimizer_of(self._unit).executor.reduced(self._unit, at_boundary=False)
         gradients.reduced.ensure_readable()
         return gradients.result
 
@@ -252,8 +253,9 @@ class ParamAccess:
     @property
     def loss_scale(self) -> float:
         """Return the loss scale of the gradient."""
-        optimizer = self._unit.optimizer
-        return float(optimizer.scale.value if optimizer is not None else self._group.gradients.loss_scale)
+        if self._unit.optimizer is None:
+            return float(self._group.gradients.loss_scale)
+        return float(optimizer_of(self._unit).scale.value)
 
     # ----------------------------------------------------------------------------------------------------- state
 
@@ -264,10 +266,10 @@ class ParamAccess:
         if shard is None or self._piece is None:
             return {}
         first = self._piece.in_shard - shard.start
-        with self._unit.optimizer.states_of(self._unit):
+        with optimizer_of(self._unit).states_of(self._unit):
             return {
                 key: value[first : first + self._piece.numel] if is_elementwise(value, shard) else value
-                for key, value in self._unit.optimizer.state.get(shard.tensor, {}).items()
+                for key, value in optimizer_of(self._unit).state.get(shard.tensor, {}).items()
             }
 
     def state(self, key: str) -> Any:
@@ -301,7 +303,7 @@ class ParamAccess:
     def _kind_of(self, local: dict[str, Any], key: str) -> float:
         if key not in local or self._piece is None:
             return _NOTHING
-        optimizer, shard = self._unit.optimizer, self._shard()
+        optimizer, shard = optimizer_of(self._unit), self._shard()
         assert shard is not None
         is_each = is_elementwise(optimizer.state[shard.tensor][key], shard)
         if is_each and (shard.tensor.numel() > 1 or key not in odd_keys(optimizer.shards, optimizer.state)):
@@ -332,7 +334,7 @@ class ParamAccess:
         if not bool(size.any()):
             return {}
         told = self._share_text(names, int(size.argmax()), "names")
-        with self._unit.optimizer.states_of(self._unit):
+        with optimizer_of(self._unit).states_of(self._unit):
             return {key: self._state(key) for key in told.split("\n")}
 
     def set_state(self, key: str, value: Any) -> None:
@@ -340,7 +342,7 @@ class ParamAccess:
         shard = self._shard()
         if shard is None or self._piece is None:
             return
-        before = self._unit.optimizer.state.get(shard.tensor, {}).get(key)
+        before = optimizer_of(self._unit).state.get(shard.tensor, {}).get(key)
         is_count = isinstance(before, Tensor) and before.ndim == 0
         if isinstance(value, Tensor) and (value.ndim or (self._slot.shape == () and not is_count)):
             flat = self._flat_of(value, self._group.precision.master)
@@ -353,23 +355,23 @@ class ParamAccess:
         if shard is None or self._piece is None:
             return
         self._unit.wait_local_update()
-        with self._unit.optimizer.states_of(self._unit, changes=True):
-            shard = self._unit.optimizer.alone(self._unit, shard, self._slot.name)
-            state = self._unit.optimizer.state[shard.tensor]
+        with optimizer_of(self._unit).states_of(self._unit, changes=True):
+            shard = optimizer_of(self._unit).alone(self._unit, shard, self._slot.name)
+            state = optimizer_of(self._unit).state[shard.tensor]
             if isinstance(value, KeptEntries):
                 state[key] = copy.deepcopy(value.value)
             elif not isinstance(value, Tensor) or value.ndim == 0:
-                state[key] = self._unit.optimizer.scalar(shard.tensor, state.get(key), float(value))
+                state[key] = optimizer_of(self._unit).scalar(shard.tensor, state.get(key), float(value))
             elif isinstance(state.get(key), Tensor | Moment8bit):
                 state[key].copy_(value)
             else:
                 wide = {**state, key: value.to(shard.tensor, copy=True)}
-                self._unit.optimizer.state[shard.tensor] = self._unit.optimizer.executor.pack_state(shard, wide)
+                optimizer_of(self._unit).state[shard.tensor] = optimizer_of(self._unit).executor.pack_state(shard, wide)
 
     def _shard(self) -> ParamSlice | None:
         if self._unit.optimizer is None or not self._group.trainable:
             return None
-        shards: list[ParamSlice] = self._unit.optimizer.shards.of(self._unit)
+        shards = optimizer_of(self._unit).shards.of(self._unit)
         return next((s for s in shards if any(p.slot.name == self._slot.name for p in s.pieces)), None)
 
     # --------------------------------------------------------------------------------------------------- helpers

@@ -19,6 +19,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from shardwell.errors import ShardwellError
+from shardwell.optim.unit_optimizer import optimizer_of
 from shardwell.sharding import Unit, released
 
 
@@ -118,7 +119,7 @@ def _adopt_or_refuse(optimizer: Optimizer, unit: Any, args: Any, kwargs: Any) ->
     if unit.optimizer is not None:
         raise ShardwellError(
             f"this {name} was made over parameters of a model that a shardwell engine trains with an optimizer of its "
-            f"own ({type(unit.optimizer.inner).__name__}). Values and gradients are split over the ranks: it would "
+            f"own ({type(optimizer_of(unit).inner).__name__}). Values and gradients are split over the ranks: it would "
             "train nothing. Call engine.step(), or give this optimizer to shardwell.initialize(optimizer=...) and name "
             "none in the configuration."
         )

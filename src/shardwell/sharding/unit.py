@@ -12,7 +12,7 @@ import enum
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -37,6 +37,13 @@ class Residency(enum.Enum):
     __hash__ = object.__hash__  # each member is one object; Enum's own hash is slow, and these are keys everywhere
 
 
+class UnitOptimizer(Protocol):
+    """The optimizer that steps units, as far as they know it; `optim/unit_optimizer.py` knows its class."""
+
+    def hide_slice_gradients(self) -> None:
+        """Let a read of `grad` of the tensors that are stepped raise an error while the engine holds gradients."""
+
+
 @dataclass
 class UnitOwner:
     """The requests of a unit to the engine that schedules it; one object for all its units."""
@@ -46,7 +53,7 @@ class UnitOwner:
     take_gradient_edits: Callable[[], None]  # takes over gradients that the user has set or deleted
     take_edits: Callable[[], None]  # checks all units for values that were changed by hand
     adopt: Callable[[Any], None] | None = None  # takes over an optimizer of the user that `initialize` was not given
-    optimizer: Any = None  # the optimizer that steps the units
+    optimizer: UnitOptimizer | None = None  # what steps the units
     end: Callable[[], None] | None = None  # ends the engine, for another one that gets its model
 
 
@@ -77,7 +84,7 @@ class Unit:
         self.sets = GroupSets.of(self.groups, self.trainable, self.resharding_groups)
 
     @property
-    def optimizer(self) -> Any:
+    def optimizer(self) -> UnitOptimizer | None:
         """Return the optimizer that steps the unit, or None."""
         return None if self.owner is None else self.owner.optimizer
 
