@@ -60,4 +60,4 @@ def _copy_call() -> Callable[..., int] | None:
     unsigned = ctypes.c_ulong
     call.argtypes = (ctypes.c_int, ctypes.c_void_p, unsigned, ctypes.c_void_p, unsigned, unsigned)
     call.restype = ctypes.c_ssize_t
-    return call  # type: ignore[no-any-return]
+    return call

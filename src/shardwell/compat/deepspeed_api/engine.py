@@ -351,7 +351,7 @@ class DeepSpeedEngine(ConfigGetters, EngineFiles, StateMoves, Engine):
         """Return the momentum of each parameter group, or its betas."""
         return self._of_groups("momentum" if self.optimizer_name() in ("SGD", "RMSprop") else "betas")
 
-    def set_lr(self, lr: float) -> None:
+    def set_lr(self, lr: float | Tensor) -> None:
         """Set the learning rate of all parameter groups."""
         if not isinstance(lr, Tensor):
             lr = _taken(finite, lr, "set_lr")
