@@ -149,6 +149,18 @@ def test_an_interrupt_is_no_reason_to_start_again(tmp_path: Path) -> None:
         launcher.kill()
 
 
+def test_signals_of_a_script_reach_its_ranks_and_do_not_end_the_launcher(tmp_path: Path) -> None:
+    caught = "signal.signal(signal.SIGUSR1, lambda *_: sys.exit(0))\n"
+    (tmp_path / "script.py").write_text(STARTS.replace("start = ", f"{caught}start = ", 1) + "waits()")
+    launcher = launched(tmp_path, "-n", "2")
+    try:
+        until(lambda: (tmp_path / "starts").exists() and len(starts(tmp_path)) == 2)
+        launcher.send_signal(signal.SIGUSR1)
+        assert launcher.wait(timeout=HANG) == 0
+    finally:
+        launcher.kill()
+
+
 # ------------------------------------------------------------------------------------------------- several nodes
 
 

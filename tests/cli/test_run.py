@@ -170,6 +170,13 @@ def test_a_rank_that_leaves_in_the_scripts_own_code_is_not_said_to_have_finished
     assert words in result.stderr
 
 
+def test_more_ranks_than_a_node_can_have_are_refused_before_memory_is_full(script: Path) -> None:
+    script.write_text(SLEEP)
+    result = shardwell("run", "-n", "99999999999999999999", script)
+    assert result.returncode == 2
+    assert "4096" in result.stderr
+
+
 def test_ctrl_c_ends_all_ranks_promptly(script: Path) -> None:
     script.write_text(SLEEP)
     code, pids, seconds = _interrupt(arguments("run", "-n", "2", script, script.parent), script.parent, signal.SIGINT)

@@ -68,6 +68,8 @@ said["lr"] = engine.get_lr()
 engine.set_train_batch_size(8)
 said["sizes"] = list(engine.get_batch_info())
 said["bad size"] = error(lambda: engine.set_train_batch_size(7), ValueError)
+said["no size"] = error(lambda: engine.set_train_micro_batch_size("x"), ValueError)
+said["no rate"] = error(lambda: engine.set_lr(float("nan")), ValueError)
 engine.set_train_micro_batch_size(4)
 said["more sizes"] = list(engine.get_batch_info())
 for _ in range(2):  # two micro-steps are done: the next boundary is the second one from here
@@ -245,6 +247,8 @@ def test_the_loop_and_the_answers_are_deepspeeds(tmp_path: Path) -> None:
     assert said["lr"] == [0.5]
     assert said["sizes"] == [8, 2, 4]
     assert "multiple of 2" in said["bad size"]
+    assert said["no size"] == "ValueError: set_train_micro_batch_size(x): expected a whole number"
+    assert said["no rate"] == "ValueError: set_lr(nan): expected a finite number"
     assert said["more sizes"] == [16, 4, 4]
     assert said["accumulated"] == [True, 3]
     assert said["unknown"] == "AttributeError: 'DeepSpeedEngine' object has no attribute 'no_such_attribute'"

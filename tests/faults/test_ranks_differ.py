@@ -27,13 +27,37 @@ class Logger(nn.Module):
     """A module without parameters, for the first rank."""
 
 
+class AdamW(torch.optim.AdamW):
+    """An optimizer with the name of torch's and a step of its own."""
+
+    def step(self, closure: Any = None) -> Any:
+        return super().step(closure)
+
+
+class HiddenConfig:
+    """The configuration of a model, as Transformers has it."""
+
+    def __init__(self, hidden_act: str) -> None:
+        self.hidden_act = hidden_act
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"hidden_act": self.hidden_act, "_name_or_path": f"/rank{dist.get_rank()}", "rope": {"base": 1.0}}
+
+
 class Small(nn.Module):
     """Two layers, a dropout and a buffer."""
 
     def __init__(
-        self, width: int = 8, dtype: torch.dtype = torch.float32, scales: int = 1, drop: float = 0.0, logs: bool = False
+        self,
+        width: int = 8,
+        dtype: torch.dtype = torch.float32,
+        scales: int = 1,
+        drop: float = 0.0,
+        logs: bool = False,
+        act: str = "relu",
     ) -> None:
         super().__init__()
+        self.act, self.config = getattr(torch, act), HiddenConfig(act)
         self.dropout = nn.Dropout(drop)
         if logs:
             self.logger = Logger()
@@ -42,11 +66,12 @@ class Small(nn.Module):
         self.register_buffer("scale", torch.ones(scales, dtype=dtype))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return (self.down(self.dropout(self.up(x))) * self.scale).square().mean()
+        return (self.down(self.act(self.dropout(self.up(x)))) * self.scale).square().mean()
 
 
 def _optimizer(model: nn.Module, kind: str = "AdamW", **options: Any) -> torch.optim.Optimizer:
-    made: torch.optim.Optimizer = getattr(torch.optim, kind)(model.parameters(), **{"lr": 0.1, **options})
+    found = AdamW if kind == "own AdamW" else getattr(torch.optim, kind)
+    made: torch.optim.Optimizer = found(model.parameters(), **{"lr": 0.1, **options})
     return made
 
 
@@ -57,6 +82,9 @@ def train(differs: dict[str, Any], stage: int = 2, steps: int = 2, who: int = 1,
     model = Small(**mine.get("model", {}))
     if mine.get("frozen"):
         model.up.bias.requires_grad_(False)
+    if mine.get("act"):
+        model.config.hidden_act = mine["act"]
+    model.train(mine.get("trains", True))
     config = zero(stage, **{"optimizer": {"type": "AdamW", "params": {"lr": 0.1}}, **mine.get("config", {})})
     given = _optimizer(model, **mine["optimizer"]) if "optimizer" in mine else None
     numerics: Any = mine.get("numerics", contextlib.nullcontext)
@@ -92,6 +120,10 @@ def with_autocast() -> Iterator[None]:
 
 DIFFERENCES: dict[str, tuple[dict[str, Any], str]] = {
     "another optimizer": ({"optimizer": {"kind": "SGD"}}, "optimizer's class is SGD on rank 1 and AdamW on rank 0"),
+    "another of the same name": ({"optimizer": {"kind": "own AdamW"}}, "test_ranks_differ.AdamW with step"),
+    "its mode": ({"trains": False}, "module '(root)' is Small, act=relu in eval mode on rank 1 and Small, act=relu on"),
+    "a function of torch": ({"model": {"act": "tanh"}}, "is Small, act=tanh on rank 1 and Small, act=relu on rank 0"),
+    "an activation by name": ({"act": "silu"}, "config of the model: hidden_act is 'silu' on rank 1 and 'relu' on"),
     "another learning rate": ({"optimizer": {"lr": 0.2}}, "optimizer's lr is 0.2 on rank 1 and 0.1 on rank 0"),
     "other betas": ({"optimizer": {"betas": (0.8, 0.9)}}, "betas is (0.8, 0.9) on rank 1 and (0.9, 0.999) on rank 0"),
     "clipping": ({"config": {"gradient_clipping": 0.5}}, "gradient_clipping is 0.5 on rank 1 and 0.0 on rank 0"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from argparse import Namespace
 from collections.abc import Callable
 from typing import Any
 
@@ -188,6 +189,22 @@ OTHERS: dict[str, tuple[dict[str, Any], str]] = {
         {"config": zero(3, zero_optimization={"offload_param": {"device": "nvme", "nvme_path": "/tmp/" + "a" * 300}})},
         "offload_param.nvme_path: expected a path whose names have at most 255 bytes each",
     ),
+    "arguments that are a number": ({"args": 3}, "expected what argparse returns, found a int"),
+    "arguments without a configuration": (
+        {"args": Namespace(), "config": None},
+        "the Namespace has no deepspeed_config, and there is no config",
+    ),
+    "two configurations": ({"config_params": zero(3)}, "got two configurations, config and config_params"),
+    "one in arguments, too": ({"args": {"deepspeed_config": "x.json"}}, "config and args.deepspeed_config, which"),
+    "a number for an mpu": ({"mpu": 3}, "the int answers neither get_data_parallel_world_size()"),
+    "a number for a class": ({"engine_class": 3}, "expected shardwell.Engine or a subclass, found int"),
+    "a class of another kind": ({"engine_class": Net}, "expected shardwell.Engine or a subclass, found the class Net"),
+    "a number for a function": ({"collate_fn": 3}, "expected a function of a list of samples, found int"),
+    "a device without values": ({"device": "meta"}, "parameter 'up.weight' has some on cpu"),
+    "steps for graphs of CUDA": (
+        {"optimizer": lambda groups: AdamW(groups, capturable=True)},
+        "parameter group 0 of the AdamW: capturable=True is for graphs of CUDA",
+    ),
     "an array for betas": (
         {"config": zero(2, optimizer={"type": "AdamW", "params": {"betas": torch.tensor([0.9, 0.99]).numpy()}})},
         "optimizer.params.betas: expected a list of 2 numbers",
@@ -199,6 +216,46 @@ OTHERS: dict[str, tuple[dict[str, Any], str]] = {
 def test_other_arguments_that_cannot_work_are_refused(what: str) -> None:
     given, words = OTHERS[what]
     assert words in refusal(**given)
+
+
+@pytest.mark.parametrize("value", ["x", 3, None, torch.ones(3)], ids=str)
+def test_flags_that_are_none_are_refused_before_anything_changes(value: Any) -> None:
+    net = Net()
+    engine = shardwell.initialize(model=net, optimizer=SGD(net.parameters(), lr=0.1), config=zero(2)).engine
+    loss = engine(torch.ones(2, 4))
+    calls: list[tuple[str, Callable[[], Any]]] = [
+        ("scale_wrt_gas", lambda: engine.backward(loss, scale_wrt_gas=value)),
+        ("create_graph", lambda: engine.backward(loss, create_graph=value)),
+        ("set_gradient_accumulation_boundary", lambda: engine.set_gradient_accumulation_boundary(value)),
+        ("divide_by_initial_world_size", lambda: engine.join(value).__enter__()),
+    ]
+    if value is not None:
+        calls.append(("retain_graph", lambda: engine.backward(loss, retain_graph=value)))
+    for name, call in calls:
+        with pytest.raises(shardwell.ShardwellError, match=f"{name}.*: expected True or False, found"):
+            call()
+    engine.set_gradient_accumulation_boundary(torch.tensor(True))  # type: ignore[arg-type]
+    engine.backward(loss, retain_graph=1)  # type: ignore[arg-type]
+    engine.step()
+    assert engine.global_steps == 1
+
+
+@pytest.mark.parametrize("commit", ["auto", "at_once"])
+@pytest.mark.parametrize(("name", "words"), [("lr", "the learning rate (lr)"), ("weight_decay", "weight_decay")])
+def test_options_that_become_nan_are_named_before_the_model_is_ruined(name: str, words: str, commit: str) -> None:
+    net = Net()
+    offload = {"offload_optimizer": {"device": "cpu"}} if commit == "at_once" else {}
+    config = zero(2, zero_optimization={"stage": 2, **offload}, shardwell={"commit": commit, "nonfinite": "skip"})
+    engine = shardwell.initialize(model=net, optimizer=SGD(net.parameters(), lr=0.1), config=config).engine
+    for value in (0.1, float("nan")):
+        engine.optimizer.param_groups[0][name] = value
+        engine.backward(engine(torch.ones(2, 4)))
+        if value == 0.1:
+            engine.step()
+    with pytest.raises(shardwell.NonFiniteError) as caught:
+        engine.step()
+    assert f"{words} of parameter group 0 is nan" in str(caught.value)
+    assert ("as before" in str(caught.value)) == bool(torch.isfinite(engine.state_dict()["up.weight"]).all())
 
 
 def test_a_configuration_is_found_in_arguments_that_are_a_dictionary() -> None:

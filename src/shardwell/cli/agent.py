@@ -61,6 +61,12 @@ class Agent(LocalElasticAgent):
             self._pcontext.close(death_sig, GRACE)  # torch itself gives 30 s, and not all versions let one choose
         super()._shutdown(death_sig)
 
+    def pass_on(self, number: int) -> None:
+        """Send a signal to all ranks of this node that run."""
+        for handler in getattr(self._pcontext, "subprocess_handlers", {}).values():
+            if handler.proc.poll() is None:
+                handler.proc.send_signal(number)
+
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         result: RunResult = super()._monitor_workers(worker_group)
         self._note_ended(worker_group)

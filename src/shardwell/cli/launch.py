@@ -83,13 +83,30 @@ def launch(
         keep = DefaultLogsSpecs(log_dir=logs, redirects=Std.ALL if quiet_ranks else Std.NONE)
         try:
             with contextlib.closing(_meeting(place, secret)) as meeting:
-                _run(Agent(_spec(command, place, restarts, meeting), keep, restarts), place)
+                agent = Agent(_spec(command, place, restarts, meeting), keep, restarts)
+                with _passing_on(agent):
+                    _run(agent, place)
         except RendezvousError as error:
             raise ShardwellError(_why_nodes_did_not_meet(error, place)) from None
         except SignalException as error:
             raise RunInterruptedError(error.sigval) from None
         except KeyboardInterrupt:
             raise RunInterruptedError(signal.SIGINT) from None
+
+
+@contextlib.contextmanager
+def _passing_on(agent: Agent) -> Iterator[None]:
+    """Pass signals that are a script's own on to the ranks, as a batch system sends them before its time limit."""
+    before = {}
+    with contextlib.suppress(ValueError):  # not in the main thread
+        for number in (signal.SIGUSR1, signal.SIGUSR2):
+            if signal.getsignal(number) is signal.SIG_DFL:
+                before[number] = signal.signal(number, lambda number, _: agent.pass_on(number))
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _run(agent: Agent, place: LaunchTopology) -> None:

@@ -15,6 +15,8 @@ from shardwell.cli.rank import LOCAL_RANK_ARGUMENT
 from shardwell.errors import ShardwellError
 from shardwell.spans import PROFILE_FOLDER
 
+_MOST_RANKS = 4096  # on one node: each is a process
+
 
 def run(
     context: typer.Context,
@@ -23,7 +25,10 @@ def run(
         typer.Argument(metavar="SCRIPT [ARGS]...", help="The script and its own arguments.", show_default=False),
     ],
     num_ranks: Annotated[
-        int | None, typer.Option("-n", "--ranks", min=1, help="Ranks on this node; one per GPU, or one, if not given.")
+        int | None,
+        typer.Option(
+            "-n", "--ranks", min=1, max=_MOST_RANKS, help="Ranks on this node; one per GPU, or one, if not given."
+        ),
     ] = None,
     module: Annotated[bool, typer.Option("-m", help="SCRIPT is the name of a module.")] = False,
     max_restarts: Annotated[

@@ -5,9 +5,13 @@ What may differ between ranks is left out: paths on disks, memory of their machi
 
 from __future__ import annotations
 
+import contextlib
+import inspect
 import json
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
+from types import BuiltinFunctionType, FunctionType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -51,6 +55,7 @@ _OWN = {
 }
 _HOW = {"params", "foreach", "fused", "capturable", "differentiable"}  # how a step is computed, not its result
 _ROUNDING = ("fused", "foreach")  # of these, those that change the last bits of a result
+_FUNCTIONS = (FunctionType, BuiltinFunctionType)
 _BATCH = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "train_batch_size")
 _LATER = {*_BATCH, "optimizer", "scheduler"}  # are compared once they are built, because arguments may replace them
 
@@ -119,6 +124,7 @@ def before_building(
         "parameter": _parameters(model, factory),
         "buffer": {name: _kind(buffer) for name, buffer in model.named_buffers()},
         "module": dict(_modules_in_words(model)),
+        "config": dict(_model_configs(model)),
         "unit": {repr(one.name or "(root)"): ", ".join(name for name, _ in one.parameters) for one in specs},
     }
 
@@ -160,12 +166,22 @@ def units_at_a_load(engine: Engine) -> dict[str, Section]:
 
 def optimizer_in_words(optimizer: Optimizer) -> dict[str, str]:
     """Describe the class of an optimizer, and the options of its parameter groups."""
-    words = {"class": type(optimizer).__name__}
+    words = {"class": _class_in_words(type(optimizer))}
     for number, group in enumerate(optimizer.param_groups):
         place = f" of parameter group {number}" if len(optimizer.param_groups) > 1 else ""
         names = sorted(group.keys() - _HOW, key=lambda name: (name != "lr", name))
         words |= {f"{name}{place}": _value(group[name]) for name in names}
     return words
+
+
+def _class_in_words(kind: type[Optimizer]) -> str:
+    """Name a class, torch's by its name alone, and others with their module and the code of their step."""
+    if kind.__module__.partition(".")[0] in ("torch", "shardwell"):
+        return kind.__name__
+    place = kind.__module__.replace("__mp_main__", "__main__")  # the script, in a process that multiprocessing started
+    code = getattr(inspect.unwrap(kind.step), "__code__", None)
+    found = "" if code is None else f" with step {zlib.crc32(repr((code.co_code, code.co_names)).encode()):08x}"
+    return f"{place}.{kind.__qualname__}{found}"
 
 
 def _modules_in_words(model: nn.Module) -> Iterator[tuple[str, str]]:
@@ -179,7 +195,38 @@ def _modules_in_words(model: nn.Module) -> Iterator[tuple[str, str]]:
         is_whole = all(part_of(parameter) is None for parameter in own)
         if is_torchs or own or not name:
             options = module.extra_repr() if is_torchs and is_whole else ""
-            yield repr(name or "(root)"), f"{kind.__name__}({options})" if options else kind.__name__
+            words = [f"{kind.__name__}({options})" if options else kind.__name__, *_functions_in_words(module)]
+            yield repr(name or "(root)"), f"{', '.join(words)}{'' if module.training else ' in eval mode'}"
+
+
+def _functions_in_words(module: nn.Module) -> Iterator[str]:
+    """Yield the functions of torch that a module has as attributes, such as its activation."""
+    for name, value in vars(module).items():
+        if isinstance(value, _FUNCTIONS) and (value.__module__ or "torch").partition(".")[0] == "torch":
+            yield f"{name}={value.__name__}"
+
+
+def _model_configs(model: nn.Module) -> Iterator[tuple[str, str]]:
+    """Yield the entries of configurations that modules keep, as those of Transformers do: they name activations."""
+    seen: set[int] = set()
+    for name, module in model.named_modules():
+        config = vars(module).get("config")
+        if callable(getattr(config, "to_dict", None)) and id(config) not in seen:
+            seen.add(id(config))
+            with contextlib.suppress(Exception):  # it is a stranger's
+                for key, value in _entries(config.to_dict()):
+                    yield f"{repr(name) if name else 'of the model'}: {key}", value
+
+
+def _entries(content: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+    """Yield the plain values in nested dictionaries, without names of places and versions."""
+    for key, value in content.items():
+        if str(key).startswith("_") or key in ("name_or_path", "transformers_version"):
+            continue
+        if isinstance(value, Mapping):
+            yield from _entries(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", _value(value)
 
 
 def _settings(block: ConfigBlock, prefix: str = "") -> dict[str, str]:

@@ -23,6 +23,7 @@ from shardwell.engine.join import StepCount, UserLoop, joined
 from shardwell.engine.monitor_setup import compared_with_plan, recording_with_times
 from shardwell.engine.teardown import DESTROYED, Teardown, end_engine
 from shardwell.engine.units import UnitInfo, describe_units
+from shardwell.engine.unsupported_uses import backward_flags, flag
 from shardwell.engine.user_data_loader import UserDataLoader
 from shardwell.errors import BackwardError, ShardwellError
 from shardwell.memory import Device, MemoryReport
@@ -133,6 +134,7 @@ class Engine(nn.Module):
         """
         if not isinstance(loss, Tensor) or not loss.requires_grad:
             raise BackwardError(unsupported_uses.NO_GRADIENT)
+        retain_graph, scale_wrt_gas, create_graph = backward_flags(retain_graph, scale_wrt_gas, create_graph)
         graph, reducer, scale = self._scheduler.graph, self._scheduler.reducer, self._precision.loss_scale
         if graph.loss is not None and graph.loss() is loss:
             raise BackwardError(unsupported_uses.SECOND_BACKWARD)
@@ -221,7 +223,7 @@ class Engine(nn.Module):
         """Set whether the next `step` applies the gradients, instead of deriving it from the micro-step count."""
         if not self._loop.counts.is_managed:
             raise ShardwellError(unsupported_uses.UNMANAGED)
-        self._decide_boundary(is_boundary)
+        self._decide_boundary(flag(is_boundary, "set_gradient_accumulation_boundary"))
 
     def _decide_boundary(self, is_boundary: bool) -> None:
         self._loop.counts.boundary = is_boundary

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Set
+from collections.abc import Callable, Iterable, Set
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -23,6 +23,7 @@ from shardwell.engine.consistency import before_building, before_grouping, once_
 from shardwell.engine.data_loader import ShardedLoader
 from shardwell.engine.divergence_advice import divergence_advice
 from shardwell.engine.engine import Engine
+from shardwell.engine.given_arguments import check_calls, configuration_of, device_for
 from shardwell.engine.mesh_setup import (
     axes_of_arguments,
     axes_of_settings,
@@ -51,7 +52,6 @@ from shardwell.errors import ConfigError, DivergenceError
 from shardwell.kernels.quantize import Codec
 from shardwell.long_work import LongWork
 from shardwell.memory import Device
-from shardwell.memory.local_gpus import default_device, device_named
 from shardwell.optim import OptimizerFactory, ShardedOptimizer, factory_for
 from shardwell.optim.factory import NO_LABEL
 from shardwell.optim.given_parameters import check_optimizer_parameters, listed_parameters
@@ -122,11 +122,9 @@ def initialize(
     model = check_is_model(model.module if isinstance(model, Engine) else model if divided is None else divided.model)
     end_engines_of(model)
     check_model(model)
-    source = config if config is not None else config_params
-    if source is None:
-        key = "deepspeed_config"
-        source = args.get(key) if isinstance(args, Mapping) else getattr(args, key, None)
-    where = _device_for(model, device)
+    check_calls(engine_class, collate_fn)
+    source = configuration_of(args, config, config_params)
+    where = device_for(model, device)
     start_process_group(where)
     meet_for_initialize(model)
     world = world_mesh(where)
@@ -430,14 +428,6 @@ def _places(
     persistent = persistent_in(specs, settings.zero_optimization)
     states = _states(specs, settings, factory, context, persistent, trained)
     return _Placements(persistent, replan_states(offload, states, settings))
-
-
-def _device_for(model: nn.Module, device: torch.device | str | None) -> torch.device:
-    if device is not None:
-        return device_named(device, "initialize(device=...)")
-    if any(parameter.is_meta for parameter in model.parameters()):
-        return torch.device("meta")
-    return default_device()
 
 
 def _weakly(method: Callable[..., None]) -> Callable[..., None]:

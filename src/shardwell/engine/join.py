@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from shardwell.engine.data_loader import ShardedLoader
-from shardwell.engine.unsupported_uses import StepCallWatch
+from shardwell.engine.unsupported_uses import StepCallWatch, flag
 from shardwell.engine.user_data_loader import UserDataLoader
 from shardwell.errors import ShardwellError
 from shardwell.runtime.pytree import tensors_in
@@ -122,6 +122,7 @@ def _nothing_of(output: torch.Tensor) -> torch.Tensor:
 @contextlib.contextmanager
 def joined(engine: Engine, divide_by_initial_world_size: bool) -> Iterator[None]:
     """Implement `Engine.join`."""
+    divide_by_initial_world_size = flag(divide_by_initial_world_size, "join(divide_by_initial_world_size=...)")
     if engine._loop.join is not None:
         raise ShardwellError("engine.join() is open already: one loop over data is inside one of them")
     engine._loop.join = Join(engine, divide_by_initial_world_size)

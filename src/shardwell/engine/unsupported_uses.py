@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -24,6 +25,25 @@ UNMANAGED = "managed_gradient_accumulation is false: every step() is a boundary;
 NO_OPTIMIZER = "this engine has no optimizer: pass one to initialize, or name one in the configuration"
 
 _MOST_BOUNDARIES = 3  # boundaries without a step
+
+
+def flag(value: Any, name: str) -> bool:
+    """Return a flag that a method was given: a bool, 0 or 1, also as a tensor of one element."""
+    if value is True or value is False:
+        return bool(value)
+    if not isinstance(value, str | bytes):
+        with contextlib.suppress(TypeError, ValueError, RuntimeError):
+            if value == 0 or value == 1:
+                return bool(value)
+    found = f"a tensor of shape {list(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)[:80]
+    raise ShardwellError(f"{name}: expected True or False, found {found}")
+
+
+def backward_flags(retain_graph: Any, scale_wrt_gas: Any, create_graph: Any) -> tuple[bool, bool, bool]:
+    """Return the flags of `backward`; as in torch, a graph is kept by default if another one is made of it."""
+    create_graph = flag(create_graph, "backward(create_graph=...)")
+    retain_graph = create_graph if retain_graph is None else flag(retain_graph, "backward(retain_graph=...)")
+    return retain_graph, flag(scale_wrt_gas, "backward(scale_wrt_gas=...)"), create_graph
 
 
 def _is_prepared(engine: Engine) -> bool:

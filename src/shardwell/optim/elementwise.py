@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 from shardwell.errors import ShardwellError
 from shardwell.memory import Device
 from shardwell.optim.full_tensors import needs_full_tensors
+from shardwell.optim.given_parameters import check_capturable
 from shardwell.optim.lion import Lion
 
 Make = Callable[[list[list[Tensor]]], Optimizer]  # over the tensors of each parameter group
@@ -84,6 +85,7 @@ def _is_same(kind: type, base: type, name: str) -> bool:
 def check_object(optimizer: Optimizer, device: Device) -> None:
     """Refuse the user's optimizer if it is not elementwise, without changing it."""
     check_kind(type(optimizer))
+    check_capturable(optimizer, device.has_device_memory or device.is_meta)
     if not _is_known(optimizer):
         dims = [sorted({parameter.ndim for parameter in group["params"]}) for group in optimizer.param_groups]
         _try(lambda tensors: _twin(optimizer, tensors), type(optimizer).__name__, dims, device)
@@ -94,6 +96,7 @@ def check_factory(make: Make, groups: Sequence[dict[str, Any]], device: Device) 
     dims = [sorted({parameter.ndim for parameter in group["params"]}) for group in groups]
     made = make([[nn.Parameter(torch.zeros(4, device=device.torch_device))] for _ in groups])
     check_kind(type(made))
+    check_capturable(made, device.has_device_memory or device.is_meta)
     if not _is_known(made):
         _try(make, type(made).__name__, dims, device)
 

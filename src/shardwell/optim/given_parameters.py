@@ -94,6 +94,16 @@ def check_options(optimizer: Optimizer) -> None:
                 )
 
 
+def check_capturable(optimizer: Optimizer, has_device_memory: bool) -> None:
+    """Refuse steps for graphs of CUDA on the CPU, where torch asserts in the first step."""
+    for number, group in enumerate(optimizer.param_groups):
+        if group.get("capturable") and not has_device_memory:
+            raise ShardwellError(
+                f"parameter group {number} of the {type(optimizer).__name__}: capturable=True is for graphs of CUDA, "
+                "and this run is on the CPU; leave it out"
+            )
+
+
 def _way_out(given: Any) -> str:
     if isinstance(given, nn.Module):
         return ": pass its parameters()"

@@ -18,6 +18,7 @@ from shardwell.errors import NonFiniteError, ShardwellError
 from shardwell.memory import StateKind, Tier
 from shardwell.optim.executor import StepOptions, UpdateExecutor
 from shardwell.optim.factory import NO_LABEL, OptimizerFactory
+from shardwell.optim.finite_options import check_finite_options
 from shardwell.optim.grad_norm import GradNorm, OverflowCheck, SummedNumber, clip_factor, hyperparameter_checks
 from shardwell.optim.param_slices import ParamSlice, ParamSlices, bytes_of_state, check_cut, scalar_state
 from shardwell.optim.user_optimizer import SteppingEngine, meet_foreign_step, step_with
@@ -161,6 +162,7 @@ class ShardedOptimizer(Optimizer):
                     unit.wait()  # it was not used: nothing has waited for its last update yet
             self._overflow_check.resolve()
             norm = self._grad_norm(self.executor.norms())
+            check_finite_options(self.inner, lambda: self.executor.describe_partial(is_late=False)[1])
             self._grad_norm.last = unscaled = norm / self.scale.value
             self._overflow_check.enqueue(norm)
             may_step = self._may_step(norm)

@@ -97,6 +97,11 @@ def grid_of_mpu(mpu: Any, world: Collectives) -> Grid:
     The data-parallel ranks of `mpu` shard; names with `tensor` and `pipeline` go before those of older versions.
     """
     sizes, position = _asked(mpu)
+    if not sizes:
+        raise ShardwellError(
+            f"initialize(mpu=...): the {type(mpu).__name__} answers neither get_data_parallel_world_size() and "
+            "get_data_parallel_rank() nor those of another axis, as Megatron's mpu does"
+        )
     mine = json.dumps([sizes, position]).encode().ljust(256)
     said = [json.loads(words) for words in world.tell_all(mine, "MPU")]
     rows = [({**dict.fromkeys(AXES, 1), **one}, {**dict.fromkeys(AXES, 0), **at}) for one, at in said]

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from shardwell.checkpoint.parsing import show
 from shardwell.checkpoint.sources.base import MODEL, SCALAR, STATE, StoredTensor
+from shardwell.checkpoint.sources.mapped import copy_mapped
 from shardwell.checkpoint.sources.torch_files import number
 from shardwell.errors import CheckpointError
 
@@ -127,14 +128,19 @@ class FlatParts:
     def read(self, name: str, start: int, stop: int) -> Tensor:
         """Return a copy of elements; they must exist."""
         spans, flats = self._places[name]
-        found = [torch.empty(0, dtype=self.tensors[name].dtype, device="cpu")]
+        parts: list[Tensor] = []
         for span in spans[max(bisect_right(spans, start, key=lambda span: span.start) - 1, 0) :]:
             if span.start >= stop:
                 break
             first, last = max(start, span.start), min(stop, span.stop)
             shift = span.first - span.start
-            found.append(flats[span.rank][first + shift : last + shift])
-        return torch.cat(found)
+            parts.append(flats[span.rank][first + shift : last + shift])
+        found = torch.empty(sum(map(torch.numel, parts)), dtype=self.tensors[name].dtype, device="cpu")
+        end = 0
+        for part in parts:
+            begin, end = end, end + part.numel()
+            copy_mapped(part.contiguous(), found[begin:end])
+        return found
 
 
 def _is_split(value: Any) -> bool:

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from shardwell.checkpoint.manifest import MAX_DEPTH
 from shardwell.checkpoint.parsing import CODES, MAX_BITS
+from shardwell.checkpoint.sources.mapped import number_in
 from shardwell.checkpoint.sources.opcodes import check_value, examine
 from shardwell.errors import CheckpointError
 
@@ -128,7 +129,7 @@ def _pickle_in(path: Path) -> bytes:
 def number(value: Any) -> bool | int | float | None:
     """Return a finite number, also from a tensor without dimensions; None for anything else."""
     if isinstance(value, Tensor) and value.dim() == 0:
-        value = value.item()
+        value = number_in(value)
     if isinstance(value, int) and value.bit_length() <= MAX_BITS:
         return value
     return value if isinstance(value, float) and math.isfinite(value) else None

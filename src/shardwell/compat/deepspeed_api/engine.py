@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -25,11 +25,15 @@ from shardwell.compat.deepspeed_api.parameters import label, unlabel
 from shardwell.compat.deepspeed_api.pipeline_engine import PipelineMethods
 from shardwell.compat.deepspeed_api.replacements import replacement_for
 from shardwell.config import Config, OptimizerConfig
+from shardwell.config.arguments import finite, integer
 from shardwell.engine import Engine
+from shardwell.engine.unsupported_uses import flag
 from shardwell.errors import ShardwellError
 from shardwell.memory import Device
 from shardwell.optim.factory import Factory, by_name
 from shardwell.zero import is_released
+
+T = TypeVar("T")
 
 
 class DeepSpeedEngine(ConfigGetters, EngineFiles, StateMoves, Engine):
@@ -161,7 +165,7 @@ class DeepSpeedEngine(ConfigGetters, EngineFiles, StateMoves, Engine):
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
         """Set whether each `step` applies the gradients, until this is called again."""
         self._check_managed("set_gradient_accumulation_boundary()")
-        self._user_boundary = is_boundary
+        is_boundary = self._user_boundary = flag(is_boundary, "set_gradient_accumulation_boundary")
         super().set_gradient_accumulation_boundary(is_boundary)
 
     def was_step_applied(self) -> bool:
@@ -199,6 +203,7 @@ class DeepSpeedEngine(ConfigGetters, EngineFiles, StateMoves, Engine):
 
     def set_train_batch_size(self, train_batch_size: int) -> None:
         """Change the batch size of a step by other accumulation steps; micro-batches keep their size."""
+        train_batch_size = _taken(integer, train_batch_size, "set_train_batch_size")
         per_micro_step = self.train_micro_batch_size_per_gpu() * self.data_size
         steps, rest = divmod(train_batch_size, per_micro_step)
         if rest or steps < 1:
@@ -210,6 +215,7 @@ class DeepSpeedEngine(ConfigGetters, EngineFiles, StateMoves, Engine):
 
     def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
         """Change the size of micro-batches; accumulation steps stay."""
+        micro_batch_size = _taken(integer, micro_batch_size, "set_train_micro_batch_size")
         if micro_batch_size < 1:
             raise ValueError(f"set_train_micro_batch_size({micro_batch_size}): expected at least 1")
         self._use_sizes(micro_batch_size, self.gradient_accumulation_steps())
@@ -366,8 +372,10 @@ class DeepSpeedEngine(ConfigGetters, EngineFiles, StateMoves, Engine):
         """Return the momentum of each parameter group, or its betas."""
         return self._of_groups("momentum" if self.optimizer_name() in ("SGD", "RMSprop") else "betas")
 
-    def set_lr(self, lr: float) -> None:
+    def set_lr(self, lr: float | Tensor) -> None:
         """Set the learning rate of all parameter groups."""
+        if not isinstance(lr, Tensor):
+            lr = _taken(finite, lr, "set_lr")
         for group in self.optimizer.param_groups if self.optimizer is not None else ():
             group["lr"] = lr
 
@@ -392,6 +400,14 @@ class DeepSpeedEngine(ConfigGetters, EngineFiles, StateMoves, Engine):
             return super().__getattr__(name)
         except AttributeError:
             raise AttributeError(f"'DeepSpeedEngine' object has no attribute '{name}'{replacement_for(name)}") from None
+
+
+def _taken(rule: Callable[[Any], T], value: Any, where: str) -> T:
+    """Return what a setter was given, by a rule of the configuration; the error names the setter."""
+    try:
+        return rule(value)
+    except ValueError as error:
+        raise ValueError(f"{where}({str(value)[:80]}): {error}") from None
 
 
 class _UsageError(ShardwellError, AssertionError):
