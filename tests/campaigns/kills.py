@@ -25,12 +25,11 @@ from typing import Any
 import psutil  # type: ignore[import-untyped, unused-ignore]
 import torch
 
-from benchmarks.launch import free_port
 from shardwell.checkpoint import Folder
 from shardwell.errors import CheckpointError
 from tests.campaigns.result import Result, command_line
 from tests.support import preloaded
-from tests.support.command import ROOT, arguments, environment
+from tests.support.command import ROOT, arguments, environment, free_port
 from tests.support.patience import HANG
 
 SCRIPT = ROOT / "tests" / "campaigns" / "kills_script.py"

@@ -17,7 +17,7 @@ import yaml
 from benchmarks.hosts import ADDRESSES, Hosts, why_not
 from shardwell.cli.hosts import read_hosts
 from shardwell.errors import ShardwellError
-from tests.support.command import ROOT, arguments, environment
+from tests.support.command import ROOT, arguments, environment, free_port
 from tests.support.command import shardwell as command
 from tests.support.listings import listing
 from tests.support.patience import HANG, soon
@@ -52,18 +52,12 @@ def ssh(tmp_path: Path) -> str:
     return str(program)
 
 
-def free_port() -> str:
-    from benchmarks.launch import free_port as found
-
-    return str(found())
-
-
 def test_a_hostfile_starts_all_hosts_with_the_same_secret(tmp_path: Path, ssh: str, monkeypatch: Any) -> None:
     (tmp_path / "hosts").write_text("localhost slots=1\nuser@127.0.0.1 slots=2  # more\n")
     (tmp_path / "train.py").write_text(SCRIPT)
     monkeypatch.setenv("NCCL_DEBUG", "WARN")
     monkeypatch.setenv("SHARDWELL_SECRET", "a secret of this job alone")
-    options = ["--hostfile", "hosts", "--ssh", ssh, "--master-port", free_port()]
+    options = ["--hostfile", "hosts", "--ssh", ssh, "--master-port", str(free_port())]
     done = command("run", *options, "train.py", "a b", "$HOME", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     found = [(tmp_path / f"rank-{rank}").read_text().split("|") for rank in range(3)]
@@ -83,7 +77,7 @@ def test_a_host_that_fails_ends_all_and_is_named(tmp_path: Path, ssh: str) -> No
     (tmp_path / "train.py").write_text(
         "import os, sys, time\nif os.environ['RANK'] == '1':\n    sys.exit('no data here')\ntime.sleep(1000)"
     )
-    options = ["--hostfile", "hosts", "--ssh", ssh, "--master-port", free_port()]
+    options = ["--hostfile", "hosts", "--ssh", ssh, "--master-port", str(free_port())]
     begin = time.monotonic()
     done = command("run", *options, "train.py", cwd=tmp_path)
     assert done.returncode == 1
@@ -183,7 +177,7 @@ def slurm(tmp_path: Path) -> dict[str, str]:
         (folder / name).write_text(text)
         (folder / name).chmod(0o755)
     (tmp_path / "train.py").write_text(SCRIPT)
-    variables = {"SLURM_JOB_NODELIST": "nodes[1-2]", "SLURM_JOB_ID": str(int(free_port()) - 10000)}
+    variables = {"SLURM_JOB_NODELIST": "nodes[1-2]", "SLURM_JOB_ID": str(free_port() - 10000)}
     variables |= {"SLURM_NTASKS": "2", "SLURM_NNODES": "2", "SLURM_GPUS_ON_NODE": "1", "HOME": str(tmp_path)}
     return {**environment(), **variables, "PATH": f"{folder}:{os.environ['PATH']}"}
 
@@ -225,7 +219,7 @@ def test_torchrun_starts_the_ranks_of_the_page(tmp_path: Path, slurm: dict[str, 
     shorter = one.replace("--nproc-per-node 8", f"--nproc-per-node 2 --master-port {free_port()}")
     run_job(shorter.replace("torchrun", "python -m torch.distributed.run"), variables=slurm, cwd=tmp_path)
     assert {words[1] for words in ranks_of(tmp_path, 2)} == {"2"}
-    port = free_port()
+    port = str(free_port())
     for old, new in {"torchrun": "python -m torch.distributed.run", "10.0.0.1": "127.0.0.1", "29500": port}.items():
         several = several.replace(old, new)
     several = several.replace("--nproc-per-node 8 --nnodes 4", "--nproc-per-node 1 --nnodes 2")

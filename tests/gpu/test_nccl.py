@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -12,15 +11,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.command import free_port
 from tests.support.library_route import NUM_RANKS, RANKS_PER_NODE, complaints
 
 LIMIT = 240.0  # seconds, for all runs of all stages
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def started(folder: Path, port: int, rank: int) -> subprocess.Popen[bytes]:

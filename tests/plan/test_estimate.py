@@ -88,7 +88,8 @@ def test_activations_are_kept_unless_blocks_are_recomputed() -> None:
 
 def test_inputs_of_recomputed_blocks_wait_on_the_host_if_the_configuration_says_so() -> None:
     """Of all 16 blocks, though few are simulated: 2 sequences of 64 tokens, 64 wide, in bf16."""
-    model, asked = decoder("m", SMALL, 2, 64, recomputes=True), {"activation_checkpointing": {"cpu_checkpointing": True}}
+    model = decoder("m", SMALL, 2, 64, recomputes=True)
+    asked = {"activation_checkpointing": {"cpu_checkpointing": True}}
     here, there = (estimate(model, config(3, **more), machine(4)) for more in ({}, asked))
     assert here.peak(Tier.HOST) == 0
     assert there.peak(Tier.HOST) == 16 * (2 * 64 * 64 * 2)

@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousTimeoutError
 
-from benchmarks.launch import free_port
 from shardwell.cli import gate as gates
 from shardwell.cli import rendezvous as meetings
 from shardwell.cli.channel import Channel, StrangerError, admit, enter, key_of
@@ -23,6 +22,7 @@ from shardwell.cli.rendezvous import MultiNodeRendezvous, RendezvousTimes
 from shardwell.cli.rounds import NodeRank, Rounds
 from shardwell.errors import ShardwellError
 from shardwell.secret import job_secret
+from tests.support.command import free_port
 
 SECRET = b"of nobody but these tests"
 ADDRESS = "127.0.0.1"

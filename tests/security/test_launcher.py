@@ -14,11 +14,10 @@ from pathlib import Path
 import psutil  # type: ignore[import-untyped, unused-ignore]
 import pytest
 
-from benchmarks.launch import free_port
 from shardwell.cli.launch import LaunchTopology, _check_secret, _own_address
 from shardwell.errors import ShardwellError
 from tests.support import preloaded
-from tests.support.command import arguments, environment, shardwell
+from tests.support.command import arguments, environment, free_port, shardwell
 from tests.support.patience import HANG, soon
 
 TRAIN = """

@@ -7,9 +7,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+from benchmarks.launch import free_port
 from tests.support import preloaded
 from tests.support.patience import HANG
 
+__all__ = ["ROOT", "arguments", "environment", "free_port", "shardwell"]
 ROOT = Path(__file__).resolve().parents[2]
 
 

@@ -91,7 +91,7 @@ class FlatPieces(Sequence[FilePiece]):
         )
 
     def tile(self, numel: int) -> bool:
-        """Whether the pieces are plain and follow one another from the first element to the last of `numel`."""
+        """Return whether the pieces are plain and follow one another from the first element to the last of `numel`."""
         if not self.is_plain or not self.numels or min(self.numels) == 0:
             return False
         ends = list(map(add, self.starts, self.numels))
@@ -173,7 +173,7 @@ class TensorRecord:
 
     @property
     def is_boxed(self) -> bool:
-        """Whether the pieces are of boxes."""
+        """Return whether the pieces are of boxes."""
         return bool(self.pieces) and isinstance(self.pieces[0], BoxPiece)
 
     @cached_property

@@ -140,7 +140,7 @@ class InlineExecutor:
         self._own_step = vars(inner).get("step")  # a replacement of `step`, read before the engine redirects it
 
     def _is_fused(self) -> bool:
-        """Whether all groups are stepped by fused CUDA kernels, which read `found_inf`."""
+        """Return whether all groups are stepped by fused CUDA kernels, which read `found_inf`."""
         if not self._context.device.has_streams or not self.inner.defaults.get("fused"):
             return False
         return all(group.get("fused") for group in self.inner.param_groups)

@@ -23,7 +23,7 @@ _REFUSED = {
 
 
 class PipelineModule(pipeline.PipelineModule):
-    """shardwell's `PipelineModule`, with DeepSpeed's questions about ranks and layers."""
+    """A `PipelineModule` of shardwell that answers DeepSpeed's questions about ranks and layers."""
 
     def __init__(self, layers: Any, num_stages: Any = None, topology: Any = None, *args: Any, **kwargs: Any) -> None:
         """Build this rank's layers; the arguments are DeepSpeed's."""
