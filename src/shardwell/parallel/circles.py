@@ -47,8 +47,9 @@ class CircleWatch:
         self._num_asked = 0
         stuck = self._stuck() if self._looks else {}
         if stuck and self._is_sure(stuck) and waited >= self._agreement.time_limit:
-            self._agreement.failures.check()  # another rank may have found it
-            raise self._agreement.fail(_error(self._agreement, stuck))
+            error = self._agreement.fail(_error(self._agreement, stuck))
+            self._agreement.failures.check()  # another rank may have found it first: all raise the same words
+            raise error
         least = between(_SHORT_PAUSE, self._agreement.whole.size) * self._num_asked * _EACH / _QUESTIONS
         self._next = waited + max(_SHORT_PAUSE if stuck else min(waited / 2, _PAUSE), least)
 
