@@ -3,8 +3,8 @@
     python -m tests.campaigns.stage_faults --count 200 --seed 1 --minutes 20 --json results.json
 
 Ranks are forked from this process once torch is imported. Each case is drawn from its seed: the schedule, the layout,
-the ZeRO stage, the rank, the batch and the operation of it, and what happens there: the rank raises, or is killed. Some
-jobs are started again from a checkpoint, in another layout.
+the ZeRO stage, the rank, the batch and the operation of it, and what happens there: the rank raises, is killed, or
+all-gathers parameters that the others do not. Some jobs are started again from a checkpoint, in another layout.
 """
 
 from __future__ import annotations
@@ -32,9 +32,10 @@ from tests.support.patience import soon
 from tests.support.pipelines import CHUNKS, LENGTH, ROWS, VOCABULARY, Decoder, next_token_loss, pipeline_config
 
 LIMIT = 90.0  # seconds for the ranks of one job
+DIVERGENCE = 5.0  # seconds that ranks wait for each other in a circle
 SOON = 15.0  # seconds until a rank knows that another one failed
 TOTAL = 8  # micro-batches of a step over all ranks
-KINDS = ("raises", "is killed")
+KINDS = ("raises", "is killed", "diverges")
 
 
 class Fault(Exception):  # noqa: N818
@@ -77,6 +78,8 @@ def drawn_layout(rng: random.Random, *, tied: bool) -> Layout:
 def drawn(rng: random.Random) -> Plan:
     kind, tied = rng.choice(KINDS), rng.random() < 0.3
     layout = drawn_layout(rng, tied=tied)
+    if kind == "diverges":  # where parameters are all-gathered, and others have the same ones
+        layout = Layout(rng.choice(sorted(CHUNKS)), 4, 2, 3, tied)
     schedule = make_schedule(layout.schedule, layout.stages, layout.micro_batches, CHUNKS[layout.schedule])
     rank = rng.randrange(layout.ranks)
     operations = schedule.ranks[rank // (layout.ranks // layout.stages)]
@@ -110,7 +113,8 @@ def plainly(tied: bool, steps: int) -> list[float]:
 def engine_of(layout: Layout) -> Any:
     torch.manual_seed(0)
     model = shardwell.pipeline.split(Decoder(tied=layout.tied).double(), loss_fn=next_token_loss)
-    config = pipeline_config(layout.zero, layout.schedule, layout.stages, shardwell={"divergence_timeout": SOON})
+    limit = {"divergence_timeout": DIVERGENCE}
+    config = pipeline_config(layout.zero, layout.schedule, layout.stages, shardwell=limit)
     return shardwell.initialize(
         model=model, config={**config, "gradient_accumulation_steps": layout.micro_batches}
     ).engine
@@ -135,6 +139,9 @@ def fail(plan: Plan, folder: str) -> dict[str, Any]:
                 raise Fault(plan.operation)
             if met[0] == plan.batch and plan.kind == "is killed":
                 os.kill(os.getpid(), signal.SIGKILL)
+            if met[0] == plan.batch:
+                with shardwell.zero.GatheredParameters(list(engine.module.parameters())):
+                    pass
         note(where, operation)
 
     losses.append(train(engine, 0))
@@ -202,16 +209,20 @@ def started(life: Any, plan: Plan, size: int, folder: str) -> tuple[list[Any], b
     return [json.loads(file.read_text()) if file.exists() else None for file in files], is_over
 
 
-def judged(plan: Plan, answers: list[Any], *, is_over: bool) -> str:
+def judged(plan: Plan, answers: list[Any], expected: list[float], *, is_over: bool) -> str:
     """Return what came of a job."""
     if not is_over:
         return "hang"
     survivors = [one for rank, one in enumerate(answers) if plan.kind != "is killed" or rank != plan.rank]
     if any(one is None for one in survivors):
         return "crash"
+    if plan.kind == "diverges" and not any(one["error"] for one in survivors):
+        is_right = all(_is_close(one["losses"], expected) for one in survivors)
+        return "unharmed" if is_right else "other losses"
     words = {
         "raises": [f"rank {plan.rank} failed first: Fault in train_batch: {plan.operation}"],
         "is killed": [f"rank {plan.rank} is gone", "stopped answering"],
+        "diverges": ["ranks diverge"],
     }[plan.kind]
     for rank, one in enumerate(answers):
         if one is None:
@@ -219,7 +230,7 @@ def judged(plan: Plan, answers: list[Any], *, is_over: bool) -> str:
         is_own = plan.kind == "raises" and rank == plan.rank
         if is_own and (one["error"], one["text"]) != ("Fault", plan.operation):
             return "its own words are lost"
-        if not is_own and one["error"] != "PeerError":
+        if not is_own and one["error"] != ("DivergenceError" if plan.kind == "diverges" else "PeerError"):
             return f"raw error {one['error']}" if one["error"] else "trained on in silence"
         if not is_own and not any(word in one["text"] for word in words):
             return "another cause"
@@ -240,11 +251,11 @@ def play(rng: random.Random) -> dict[str, Any]:
     expected = plainly(plan.layout.tied, 3)
     with tempfile.TemporaryDirectory() as folder:
         answers, is_over = started(fail, plan, plan.layout.ranks, folder)
-        outcome, resumed = judged(plan, answers, is_over=is_over), None
-        if plan.resumes is not None and outcome == "told":
+        outcome, resumed = judged(plan, answers, expected, is_over=is_over), None
+        if plan.resumes is not None and outcome in ("told", "unharmed"):
             resumed, is_over = started(resume, plan, plan.resumes.ranks, folder)
             is_right = is_over and all(one and _is_close(one["losses"], expected[1:]) for one in resumed)
-            outcome = "told, resumed" if is_right else "does not resume"
+            outcome = f"{outcome}, resumed" if is_right else "does not resume"
     seconds = max((one["seconds"] for one in answers if one), default=0.0)
     return {**asdict(plan), "outcome": outcome, "answers": answers, "resumed": resumed, "seconds": seconds}
 
@@ -256,10 +267,11 @@ def campaign(count: int, seed: int, seconds: float) -> Result:
         if time.monotonic() - begin > seconds:
             break
         found = play(random.Random(f"{seed} {number}"))
-        good = found["outcome"].partition(",")[0] == "told"
+        good = found["outcome"].partition(",")[0] in ("told", "unharmed")
         result.count(found["outcome"], "" if good else f"seed {seed}, number {number}: {found}")
         result.figures[f"{found['kind']} at {found['operation'][1]} in {found['layout']['schedule']}"] += 1
-        result.took(f"rank {found['kind']}", found["seconds"])
+        if found["kind"] != "diverges":
+            result.took(f"rank {found['kind']}", found["seconds"])
     result.seconds = round(time.monotonic() - begin, 1)
     return result
 

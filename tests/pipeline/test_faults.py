@@ -21,6 +21,7 @@ from tests.support.pipelines import CHUNKS, Decoder, micro_batches, next_token_l
 from tests.support.ranks import Ranks
 
 SOON = 6.0  # seconds
+SHORT = 2.0  # seconds, until a circle of waits is an error
 WHERE = {"gpipe": ("0F1", "1B2"), "1f1b": ("1F0", "0B3"), "interleaved": ("2F1", "1B0"), "zb-h1": ("1I1", "0W3")}
 
 
@@ -84,6 +85,46 @@ def test_a_rank_that_is_killed_or_leaves_ends_all_ranks() -> None:
             else:
                 assert f"rank {victim} is gone" in one["text"] or "stopped answering" in one["text"], one
             assert one["seconds"] < soon(15)
+
+
+def diverge_alone(schedule: str, place: str, culprit: int) -> tuple[str, str, float]:
+    """One rank alone gathers parameters inside of an operation; return what this rank hears of it, and when."""
+
+    def gather(note: Any, engine: Any, operation: Any) -> None:
+        if str(operation) == place and dist.get_rank() == culprit:
+            with shardwell.zero.GatheredParameters(list(engine.module.parameters())):
+                pass
+        note(engine, operation)
+
+    config = pipeline_config(3, schedule, shardwell={"divergence_timeout": SHORT})
+    model = shardwell.pipeline.split(Decoder(), loss_fn=next_token_loss)
+    engine, *_ = shardwell.initialize(model=model, config=config)
+    batches = stream(2, engine.data_rank)
+    engine.train_batch(batches)
+    begin = time.monotonic()
+    try:
+        with fault_at("operation of a pipeline", gather):
+            engine.train_batch(batches)
+    except Exception as error:
+        return type(error).__name__, str(error), time.monotonic() - begin
+    return "", "", 0.0
+
+
+@pytest.mark.parametrize(
+    ("schedule", "place", "culprit", "over"),
+    [("gpipe", "0F2", 0, "in 1F3 for a message of rank 0"), ("zb-h1", "0F1", 1, "for rank 1")],
+)
+def test_ranks_of_which_one_leaves_an_operation_for_a_collective_of_its_own_are_told(
+    ranks: Ranks, schedule: str, place: str, culprit: int, over: str
+) -> None:
+    found = ranks.run(4, diverge_alone, schedule, place, culprit)
+    assert len({words for _, words, _ in found}) == 1, found
+    for error, words, seconds in found:
+        assert error == "DivergenceError", found
+        assert "they wait for each other" in words
+        assert over in words
+        assert f"Rank {culprit} leaves the order of the steps so far" in words
+        assert seconds < soon(10 * SHORT)
 
 
 def misuse() -> list[str]:

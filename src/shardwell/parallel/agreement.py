@@ -18,9 +18,10 @@ from __future__ import annotations
 
 import contextlib
 import time
+import weakref
 import zlib
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -34,6 +35,7 @@ from shardwell.parallel.peer_failures import PeerFailures
 from shardwell.parallel.rank_store import Pause, RankStore
 from shardwell.parallel.signed_store import signed_where_secret
 from shardwell.parallel.stragglers import PeerWait
+from shardwell.parallel.waits import Need, Waits
 
 _WINDOW = 4096  # tokens that define a position: longer than any step, so that no position in a step is ambiguous
 _MOST_POSITIONS = 1 << 16
@@ -119,8 +121,16 @@ class Agreement:
         self.compare: Callable[[str], bool] | None = None  # returns whether all ranks have this token; set if many
         self.probe: Callable[[], None] = lambda: None  # raises if a link to another rank is broken
         self.advise: Callable[[str, str], str] = lambda ours, theirs: _ADVICE  # for the tokens of two ranks
+        self.groups: list[weakref.ref[Agreement]] = []  # of some of its ranks
+        self.name = ""  # of a group
+        self.waits = Waits()
         self.store: Any = None  # in which the ranks of this engine leave messages for each other; None with one rank
         self.open()
+
+    @property
+    def whole(self) -> Agreement:
+        """Return the agreement of all ranks of the job."""
+        return self
 
     def open(self) -> None:
         """Open an empty table; after a failure that all ranks had, a second one. All ranks must call it."""
@@ -128,6 +138,8 @@ class Agreement:
         self.failures.forget()
         self._num_meetings = 0
         self.is_waiting = False  # for other ranks
+        self._is_comparing = False  # the next token, by an all-reduce
+        self._arrived: deque[str] = deque(maxlen=2)  # the last keys at which all ranks wait for all; see `positions`
         if self._active:
             self._open_store()
 
@@ -166,11 +178,21 @@ class Agreement:
         their tables were equal so far.
         """
         tokens = self.tokens
-        if self.compare is None or not self.compare(token):
+        if not self._are_alike(token):
             self._check(self._board.first(f"new/{tokens.generation}/{tokens.position}", self._signed(token)), token)
             if self.compare is not None:
                 self._await_divergence(token)
         tokens.write(token)
+
+    def _are_alike(self, token: str) -> bool:
+        """Return whether all ranks are known to have this token; without a comparison they are not."""
+        if self.compare is None:
+            return False
+        self._is_comparing = True
+        try:
+            return self.compare(token)
+        finally:
+            self._is_comparing = False
 
     def _await_divergence(self, token: str) -> NoReturn:
         """Raise the error of another rank, which differs from this one and from the first rank."""
@@ -205,20 +227,46 @@ class Agreement:
 
         `expected` is the token in the table, if that is another one.
         """
+        self._arrived.append(key)
         self._board.set(f"{key}/{self.rank}", "")
         if self._board.arrive(key, self.ranks.index(self.rank), self.size):
             return
         wait = PeerWait(self, key, token, expected, timeout() if limited else float("inf"))
         pause = Pause(self.size)
+        need = Need([rank for rank in self.ranks if rank != self.rank], self._place(key), 1, f"in '{token}' for")
         before, self.is_waiting = self.is_waiting, True
         try:
-            while not self._board.has_all(key):
-                self.failures.check()
-                self.check_exits(self.tokens.num_announced + bool(expected))  # a deviation is not counted yet
-                wait.look()
-                pause()
+            with self.waits.during([need], expected):
+                while not self._board.has_all(key):
+                    self.failures.check()
+                    self.check_exits(self.tokens.num_announced + bool(expected))  # a deviation is not counted yet
+                    wait.look()
+                    pause()
         finally:
             self.is_waiting = before
+
+    def need(self, ranks: Sequence[int]) -> Need:
+        """Return what the collective that was announced last needs of other ranks: that they have announced it, too."""
+        return Need(ranks, self.name, self._progress, f"in '{self.tokens.last}' for")
+
+    @property
+    def _progress(self) -> float:
+        return self.tokens.num_announced + 0.5 * self._is_comparing
+
+    def _place(self, key: str) -> str:
+        return f"{self.name} at {key}"
+
+    def positions(self) -> dict[str, float]:
+        """Return how far this rank has come in all that others may wait for. Any thread may ask.
+
+        Nothing falls behind where it was, as long as others may wait there: they are at most one meeting behind.
+        """
+        groups = (reference() for reference in list(self.groups))
+        found = dict(self.waits.messages)
+        for one in [self, *(group for group in groups if group is not None)]:
+            found[one.name] = one._progress
+            found.update(dict.fromkeys(map(one._place, list(one._arrived)), 1))
+        return found
 
     def is_first(self, what: str) -> bool:
         """Return whether this rank is the first to ask: one rank looks at all others, and tells them what it finds."""

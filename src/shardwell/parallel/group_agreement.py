@@ -6,6 +6,7 @@ is told under the keys of the agreement of all ranks, and heartbeats are those o
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 from shardwell.errors import ShardwellError
@@ -49,9 +50,15 @@ class GroupAgreement(Agreement):
         """Open the table. `name` is the same on the ranks of the group, and on no other rank: axis, grid, line."""
         self._whole, self._name = whole, name
         super().__init__(mesh, whole.time_limit)
-        self.failures = whole.failures
+        self.failures, self.waits, self.name = whole.failures, whole.waits, name
+        whole.groups.append(weakref.ref(self))
         self.probe = lambda: whole.probe()
         self.advise = lambda ours, theirs: whole.way_out(ours, theirs)
+
+    @property
+    def whole(self) -> Agreement:
+        """Return the agreement of all ranks of the job."""
+        return self._whole
 
     def _open_store(self) -> None:
         self.store = GroupStore(self._whole.store, self._name)

@@ -15,12 +15,14 @@ import os
 import threading
 import time
 import weakref
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardwell.parallel.device_watch import DeviceWatch
 from shardwell.parallel.thread_location import main_thread_state, thread_location
+from shardwell.parallel.waits import Wait
 
 if TYPE_CHECKING:
     from shardwell.parallel.agreement import Agreement
@@ -41,6 +43,9 @@ class Heartbeat:
     elsewhere: tuple[int, int] | None = None  # another engine in which it waits for others, and its moves there
     silence: float = 0.0  # seconds for which this has been its last heartbeat
     is_stopped: bool = False  # its process is stopped: by a signal, or in a debugger
+    beat: int = 0  # the number of this heartbeat
+    wait: Wait | None = None  # in any engine of its process
+    positions: Mapping[str, float] = field(default_factory=dict)  # how far it has come in what others may wait for
 
     @property
     def is_stalled(self) -> bool:
@@ -75,6 +80,7 @@ class Heartbeats:
         self._processes: dict[int, RankProcess] = {}  # of other ranks on this machine
         self._asked: set[int] = {(rank + 1) % size, (rank - 1) % size, 0} - {rank}  # their processes are not known yet
         self._next = 0.0
+        self._num_beats = 0
         self._seen_of: dict[int, tuple[bytes, float]] = {}  # the last heartbeat of each rank, and when it was new
         _heart.take(self)
 
@@ -96,6 +102,8 @@ class Heartbeats:
         words = {"moves": agreement.tokens.num_announced, "doing": self._doing(agreement, seconds), "seconds": seconds}
         other = _heart.waits_elsewhere(self)
         words["elsewhere"] = None if other is None else [other.number, other.num_moves]
+        self._num_beats += 1
+        words |= {"beat": self._num_beats, **_heart.waits_of(self)}
         try:
             self._store.set(f"pulse/{self._rank}", json.dumps({**words, "process": RankProcess.own().words}))
             self._learn_processes()
@@ -118,6 +126,17 @@ class Heartbeats:
         """Return whether the engine waits for other ranks."""
         agreement = self._agreement()
         return agreement is not None and agreement.is_waiting
+
+    def wait(self, now: float) -> list[Any] | None:
+        """Return what the engine waits for as JSON values, if it has waited for as long as a heartbeat takes."""
+        agreement = self._agreement()
+        wait = None if agreement is None else agreement.waits.current
+        return None if wait is None or now - wait.begin < INTERVAL else wait.written(self.number)
+
+    def positions(self) -> dict[str, float]:
+        """Return how far the engine has come in what others may wait for."""
+        agreement = self._agreement()
+        return {} if agreement is None else {f"{self.number} {key}": at for key, at in agreement.positions().items()}
 
     def _doing(self, agreement: Agreement, seconds: float) -> str:
         if agreement.is_waiting:
@@ -162,7 +181,9 @@ class Heartbeats:
         elsewhere = tuple(said["elsewhere"]) if said["elsewhere"] else None
         silence, process = now - self._seen_of[rank][1], RankProcess(*said["process"])
         is_stopped = process.is_near and process.is_stopped
-        return Heartbeat(said["moves"], said["doing"], said["seconds"], elsewhere, silence, is_stopped)
+        wait = Wait.read(said["wait"]) if said.get("wait") else None
+        words = said["moves"], said["doing"], said["seconds"], elsewhere, silence, is_stopped
+        return Heartbeat(*words, said.get("beat", 0), wait, said.get("positions", {}))
 
     def crosses(self, sign: Heartbeat) -> bool:
         """Return whether a rank waits in another engine for what this rank, which waits here, has not begun there."""
@@ -256,6 +277,12 @@ class _HeartbeatThread:
         """Return another engine in which this process waits for other ranks; None if there is none."""
         others = (pulse for pulse in self._pulses if pulse is not here and pulse.home is here.home)
         return next((pulse for pulse in others if pulse.is_waiting), None)
+
+    def waits_of(self, here: Heartbeats) -> dict[str, Any]:
+        """Return what this process waits for, in whichever engine, and how far it has come in all of them."""
+        now, pulses = time.monotonic(), [pulse for pulse in self._pulses if pulse.home is here.home]
+        wait = next((found for pulse in pulses if (found := pulse.wait(now)) is not None), None)
+        return {"wait": wait, "positions": {key: at for pulse in pulses for key, at in pulse.positions().items()}}
 
     def moves_of(self, number: int, home: Any) -> int | None:
         """Return the number of tokens that an engine of this process has announced; None if there is no such engine."""

@@ -25,6 +25,7 @@ from shardwell.parallel.collectives import Collectives
 from shardwell.parallel.mesh import pair_group
 from shardwell.parallel.traffic import TrafficKind
 from shardwell.parallel.transport import Work, lend, wait_all
+from shardwell.parallel.waits import Need, Needs
 
 Channel = tuple[int, int, str]  # the sending and the receiving rank along the pipeline, and the direction
 _FIRST_TAG, _NUM_TAGS = (1 << 30) + 16, 1 << 20  # of each channel; collectives and links use smaller tags
@@ -42,12 +43,13 @@ class PointToPoint:
         self.rank = self.line.index(own)
         self._first_tag = {channel: _FIRST_TAG + number * _NUM_TAGS for number, channel in enumerate(channels)}
         self._count: dict[tuple[Channel, bool], int] = {}  # messages so far, sent and received
+        self.operation = "a pipeline"  # that waits for messages, for errors
         self._group: dict[Channel, Any] = dict.fromkeys(channels, ranks.group)
         if ranks.backend == "nccl":
             for channel in channels:
                 pairs = [[line[channel[0]], line[channel[1]]] for line in lines]
                 self._group[channel] = pair_group(own, pairs, ranks.backend)
-        self._sending: list[tuple[Any, Tensor, bool]] = []  # with whether it goes through the host
+        self._sending: list[tuple[Any, Tensor, bool, Need]] = []  # with whether it goes through the host
         self._host_group, self._uses_host = ranks.group, False
         if ranks.backend == "nccl" and not ranks.is_simulated:
             self._connect(channels)
@@ -96,11 +98,12 @@ class PointToPoint:
             tensor = tensor.cpu()  # the host waits for the device, as gloo's collectives do
         sent = lend(tensor) if by_host else tensor
         target, group = self.line[channel[1]], self._group_of(channel)
+        tag, need = self._tag(channel, sends=True), self._need(channel, sends=True)
         try:
-            work = dist.isend(sent, target, group=group, tag=self._tag(channel, sends=True))
+            work = dist.isend(sent, target, group=group, tag=tag)
         except RuntimeError as error:
             self._pipe.links.raise_cause(error)
-        self._sending.append((work, tensor, by_host))
+        self._sending.append((work, tensor, by_host, need))
 
     def receive(self, into: Tensor, channel: Channel, kind: TrafficKind = TrafficKind.PIPE) -> Work:
         """Start to receive the next message of a channel."""
@@ -110,25 +113,28 @@ class PointToPoint:
             return Work()
         by_host = self._pipe.host_drives_progress or self._uses_host
         place = torch.empty_like(into, device="cpu") if by_host and self._pipe.device.is_on_device(into) else into
+        tag, need = self._tag(channel, sends=False), self._need(channel, sends=False)
         try:
-            work = dist.irecv(place, source, group=group, tag=self._tag(channel, sends=False))
+            work = dist.irecv(place, source, group=group, tag=tag)
         except RuntimeError as error:
             self._pipe.links.raise_cause(error)
         self._pipe.count_message(into.nbytes, source, kind)
-        arrived = Work(partial(self._wait, [work], by_host))
+        arrived = Work(partial(self._wait, [work], by_host, [need]))
         return arrived if place is into else arrived.then(partial(into.copy_, place))
 
     def _group_of(self, channel: Channel) -> Any:
         return self._host_group if self._uses_host else self._group[channel]
 
-    def _wait(self, works: list[Any], by_host: bool) -> None:
+    def _wait(self, works: list[Any], by_host: bool, needs: Needs) -> None:
         """Wait for messages: on the host for those that go through it, and raise the cause if a peer has failed."""
         if not by_host or self._pipe.host_drives_progress:
-            self._pipe.direct.wait(works)
+            self._pipe.direct.wait(works, needs)
             return
         links = self._pipe.links
+        waits = contextlib.nullcontext() if links.agreement is None else links.agreement.waits.during(needs)
         try:
-            wait_all(works, links.poll_failures, links.abandon)
+            with waits:
+                wait_all(works, links.poll_failures, links.abandon)
         except RuntimeError as error:
             links.raise_cause(error)
 
@@ -136,9 +142,21 @@ class PointToPoint:
         """Wait until the memory of everything that was sent may be used again."""
         sending, self._sending = self._sending, []
         for by_host in (False, True):
-            if works := [work for work, _, through in sending if through is by_host]:
-                self._wait(works, by_host)
+            if those := [one for one in sending if one[2] is by_host]:
+                self._wait([work for work, *_ in those], by_host, [need for *_, need in those])
 
     def _tag(self, channel: Channel, *, sends: bool) -> int:
         number = self._count[channel, sends] = self._count.get((channel, sends), 0) + 1
+        if (agreement := self._pipe.agreement) is not None:
+            agreement.waits.messages[self._name(channel, sends=sends)] = number
         return self._first_tag[channel] + number % _NUM_TAGS
+
+    def _name(self, channel: Channel, *, sends: bool) -> str:
+        source, target, way = channel
+        return f"{self.line[source]} {'sends' if sends else 'receives'} {self.line[target]} {way}"
+
+    def _need(self, channel: Channel, *, sends: bool) -> Need:
+        """Return what the last message of a channel needs of its other rank: that it is begun there, too."""
+        other = self.line[channel[1] if sends else channel[0]]
+        what = "until its message is taken by" if sends else f"in {self.operation} for a message of"
+        return Need([other], self._name(channel, sends=not sends), self._count[channel, sends], what)

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from shardwell.errors import DivergenceError, PeerError
+from shardwell.parallel.circles import CircleWatch
 from shardwell.parallel.rank_store import between
 from shardwell.parallel.wait_reports import WaitReports, listed
 
@@ -30,12 +31,14 @@ class PeerWait:
         self._begin = time.monotonic()
         self._next = _FIRST_LOOK
         self._report = WaitReports(agreement.time_limit)
+        self._circles = CircleWatch(agreement)
 
     def look(self) -> None:
         """Raise if a rank is gone or went on to something else, and report slow ranks; to be called repeatedly.
 
         One of the ranks that wait looks at the others. It tells all ranks if it raises.
         """
+        self._circles.look()
         waited = time.monotonic() - self._begin
         if waited < self._next:
             return
@@ -104,9 +107,11 @@ class Stragglers:
         self._begin = time.monotonic()
         self._next = agreement.time_limit / 2  # before the first report, so that it knows which ranks are silent
         self._report = WaitReports(agreement.time_limit)
+        self._circles = CircleWatch(agreement)
 
     def look(self) -> None:
-        """Raise if ranks wait for each other in different engines, and report ranks that are behind."""
+        """Raise if ranks wait for each other, in different engines or in a circle, and report ranks that are behind."""
+        self._circles.look()
         waited = time.monotonic() - self._begin
         if waited < self._next:
             return

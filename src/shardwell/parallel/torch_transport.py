@@ -7,6 +7,7 @@ avoided in the same way.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -21,6 +22,7 @@ from shardwell.parallel.links import Links
 from shardwell.parallel.mesh import RankGroup
 from shardwell.parallel.simulated_moves import simulate_move
 from shardwell.parallel.transport import STAGING, Work, sum_in_rank_order
+from shardwell.parallel.waits import Needs
 
 
 class TorchTransport:
@@ -46,7 +48,7 @@ class TorchTransport:
             # gloo stages through the host, and its input must not be a part of its output
             work = self._start(gather, flat, mine.clone() if self._is_gloo else mine)
             if self._is_gloo:
-                return Work(partial(self.wait, [work]))
+                return Work(partial(self.wait, [work], self._needs()))
             work.wait()
             return Work(self._in_flight.add(stream.record()).wait)
 
@@ -67,16 +69,19 @@ class TorchTransport:
         with stream.after_current():
             work = self._start_reduction(dist.all_to_all_single, received, flat)
             if self._is_gloo:
-                return Work(partial(self._finish_all_to_all, work, received, into, scale, accumulate), free)
+                finish = partial(self._finish_all_to_all, work, self._needs(), received, into, scale, accumulate)
+                return Work(finish, free)
             work.wait()
             self._sum(received, into, scale, accumulate)
             event = self._in_flight.add(stream.record())
         return Work(event.wait, free)
 
-    def _finish_all_to_all(self, work: Any, received: Tensor, into: Tensor, scale: float, accumulate: bool) -> None:
+    def _finish_all_to_all(
+        self, work: Any, needs: Needs, received: Tensor, into: Tensor, scale: float, accumulate: bool
+    ) -> None:
         """Wait on the host, then sum on the reduce stream, and order the caller's stream behind that."""
         with self._device.reduce_stream.after_current():
-            self.wait([work])
+            self.wait([work], needs)
             self._sum(received, into, scale, accumulate)
             event = self._device.reduce_stream.record()
         event.wait()
@@ -101,7 +106,7 @@ class TorchTransport:
         with self._device.reduce_stream.after(Event()):
             work = self._start_reduction(dist.all_to_all_single, received, sent)
             if self._is_gloo:
-                return Work(partial(self.wait, [work]))
+                return Work(partial(self.wait, [work], self._needs()))
             work.wait()
             self._in_flight.add(self._device.reduce_stream.record())
         return Work()
@@ -111,15 +116,17 @@ class TorchTransport:
         with self._device.reduce_stream.after_current():
             work = self._start_reduction(dist.all_reduce, part)
             if self._is_gloo:
-                return Work(partial(self._finish_all_reduce, work, part, into, scale, accumulate))
+                return Work(partial(self._finish_all_reduce, work, self._needs(), part, into, scale, accumulate))
             work.wait()
             sum_in_rank_order([part], into, scale, accumulate)
             return Work(self._in_flight.add(self._device.reduce_stream.record()).wait)
 
-    def _finish_all_reduce(self, work: Any, part: Tensor, into: Tensor, scale: float, accumulate: bool) -> None:
+    def _finish_all_reduce(
+        self, work: Any, needs: Needs, part: Tensor, into: Tensor, scale: float, accumulate: bool
+    ) -> None:
         """Wait on the host, then scale on the reduce stream, and order the caller's stream behind that."""
         with self._device.reduce_stream.after_current():
-            self.wait([work])
+            self.wait([work], needs)
             sum_in_rank_order([part], into, scale, accumulate)
             event = self._device.reduce_stream.record()
         event.wait()
@@ -141,11 +148,20 @@ class TorchTransport:
         start = shard_indices[self._mesh.rank] * into.numel()
         into.copy_(flat[start : start + into.numel()])
 
-    def wait(self, works: list[Any]) -> None:
+    def _needs(self) -> Needs:
+        """Return what the collective that was announced last needs of the other ranks, if the host waits for it."""
+        agreement, mesh = self._links.agreement, self._mesh
+        if agreement is None or not self._is_gloo or mesh.is_simulated:
+            return ()
+        return (agreement.need([mesh.global_rank(rank) for rank in range(mesh.size) if rank != mesh.rank]),)
+
+    def wait(self, works: list[Any], needs: Needs = ()) -> None:
         """Wait for works of torch.distributed; raise the cause if one of them fails."""
+        agreement, needs = self._links.agreement, needs or self._needs()
         try:
-            for work in works:  # in this thread: on cuda the stream waits, not the host
-                work.wait()
+            with agreement.waits.during(needs) if needs and agreement is not None else contextlib.nullcontext():
+                for work in works:  # in this thread: on cuda the stream waits, not the host
+                    work.wait()
         except RuntimeError as error:
             self._links.raise_cause(error)
 
@@ -202,5 +218,5 @@ class SingleRankTransport:
         """Copy `flat` to `into`."""
         into.copy_(flat)
 
-    def wait(self, works: list[Any]) -> None:
+    def wait(self, works: list[Any], needs: Needs = ()) -> None:
         """Do nothing: there are no works."""

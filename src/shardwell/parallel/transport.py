@@ -39,6 +39,7 @@ from shardwell.parallel.links import Links
 from shardwell.parallel.mesh import RankGroup
 from shardwell.parallel.signal_errors import is_from_signal
 from shardwell.parallel.simulated_moves import begin_simulated_move
+from shardwell.parallel.waits import Needs
 
 STAGING = "(staging)"  # the unit under which staging buffers of collectives are counted
 _LOOK_EVERY = 0.5  # seconds
@@ -170,8 +171,11 @@ class DirectTransport(Transport, Protocol):
     def scatter(self, flat: Tensor, into: Tensor, source: int, shard_indices: Sequence[int]) -> None:
         """Copy this rank's shard of `source`'s `flat` to `into`; shard_indices[r] is the index of rank r's shard."""
 
-    def wait(self, works: list[Any]) -> None:
-        """Wait for works of torch.distributed; raise the cause if one of them fails."""
+    def wait(self, works: list[Any], needs: Needs = ()) -> None:
+        """Wait for works of torch.distributed; raise the cause if one of them fails.
+
+        `needs` are of the collective that was announced last, if nothing else is said.
+        """
 
 
 class GlooTransport:
@@ -183,6 +187,7 @@ class GlooTransport:
         self._rank, self._size, self._group = mesh.rank, mesh.size, mesh.group
         self._links, self._temporary = links, temporary
         self._global_ranks = [mesh.global_rank(rank) for rank in range(mesh.size)]
+        self._peers = [rank for rank in self._global_ranks if rank != self._global_ranks[mesh.rank]]
         self._tag = 0  # of the last collective, the same on all ranks
         self._is_simulated, self._mesh = mesh.is_simulated, mesh
 
@@ -190,7 +195,7 @@ class GlooTransport:
         """Start the all-gather of `flat` in place; this rank's own shard is in it already."""
         shards = flat.chunk(self._size)
         works = self._start_exchange([shards[self._rank]] * self._size, shards)
-        return Work(partial(self.wait, works))
+        return Work(partial(self.wait, works, self._needs()))
 
     def reduce_scatter(self, flat: Tensor, into: Tensor, scale: float, accumulate: bool) -> Work:
         """Start `into` = (or +=) `scale` x the sum over ranks of this rank's shard of `flat`, which becomes invalid."""
@@ -201,7 +206,7 @@ class GlooTransport:
         mine = shards[self._rank]
         works = self._start_exchange(shards, [*parts[: self._rank], mine, *parts[self._rank :]])
         return Work(
-            partial(self.wait, works),
+            partial(self.wait, works, self._needs()),
             partial(sum_in_rank_order, [mine, *parts], into, scale, accumulate),
             partial(self._temporary.free, received),
         )
@@ -210,7 +215,7 @@ class GlooTransport:
         """Start to send the r-th of equal parts of `sent` to rank r, and to receive the r-th of `received` from it."""
         outgoing, incoming = sent.chunk(self._size), received.chunk(self._size)
         incoming[self._rank].copy_(outgoing[self._rank])
-        return Work(partial(self.wait, self._start_exchange(outgoing, incoming)))
+        return Work(partial(self.wait, self._start_exchange(outgoing, incoming), self._needs()))
 
     def all_reduce(self, part: Tensor, into: Tensor, scale: float, accumulate: bool) -> Work:
         """Start `into` = (or +=) `scale` x the sum over ranks of `part`, which becomes invalid: gloo's ring sums it.
@@ -225,7 +230,8 @@ class GlooTransport:
                 works.append(dist.all_reduce(lend(part), group=self._group, async_op=True))
         except RuntimeError as error:
             self._links.raise_cause(error)
-        return Work(partial(self.wait, works), partial(sum_in_rank_order, [part], into, scale, accumulate))
+        wait = partial(self.wait, works, self._needs())
+        return Work(wait, partial(sum_in_rank_order, [part], into, scale, accumulate))
 
     def exchange(self, outgoing: Sequence[Tensor], incoming: Sequence[Tensor]) -> None:
         """Send outgoing[r] to rank r and receive incoming[r] from it; this rank's own parts are equal already."""
@@ -270,7 +276,12 @@ class GlooTransport:
             self._links.raise_cause(error)
         return works
 
-    def wait(self, works: list[Any]) -> None:
+    def _needs(self) -> Needs:
+        """Return what the collective that was announced last needs of the other ranks."""
+        agreement = self._links.agreement
+        return () if agreement is None else (agreement.need(self._peers),)
+
+    def wait(self, works: list[Any], needs: Needs = ()) -> None:
         """Wait for works of torch.distributed; raise the cause if one of them fails, or if a rank has failed."""
         agreement = self._links.agreement
         if agreement is None or not works or self._is_simulated:
@@ -279,7 +290,8 @@ class GlooTransport:
             return
         agreement.is_waiting = True
         try:
-            wait_all(works, self._links.poll_failures, self._links.abandon)
+            with agreement.waits.during(needs or self._needs()):
+                wait_all(works, self._links.poll_failures, self._links.abandon)
         except BaseException as error:
             keep_group(self._group)
             if isinstance(error, RuntimeError):

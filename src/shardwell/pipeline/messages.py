@@ -147,6 +147,10 @@ class StageMessages:
         """Send and receive through host memory inside, on all ranks of the pipeline."""
         return self._links.through_host()
 
+    def note(self, operation: str) -> None:
+        """Remember which operation receives next, for errors."""
+        self._links.operation = operation
+
     def _channel(self, source: int, target: int) -> Channel:
         """Return the channel between two neighbouring stages."""
         way = Pass.FORWARD if target > source else Pass.BACKWARD

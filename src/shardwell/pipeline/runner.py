@@ -136,6 +136,7 @@ class PipelineRunner:
         """Start to receive what an operation reads, if it is sent by another rank."""
         if self._messages is None or one.kind is Pass.BACKWARD_WEIGHT:
             return
+        self._messages.note(str(one))
         if one.kind is Pass.FORWARD and one.stage > 0:
             run.arrivals[one] = self._messages.receive_hidden(one.stage, run.signatures[one.micro_batch])
         elif one.kind.sends_gradient and one.stage < self._last:
