@@ -65,3 +65,27 @@ def test_adapters_of_cut_layers_follow_one_process(ranks: Ranks, stage: int, tmp
     assert difference < 1e-10, f"{name} differs by {difference}"
     saved = load_file(tmp_path / "adapter_model.safetensors")
     assert distance(saved, peft.get_peft_model_state_dict(model))[0] < 1e-10
+
+
+def generated() -> str:
+    """Generate inside of PEFT's model, with a cut vocabulary; return the words."""
+    transformers = pytest.importorskip("transformers")
+    sizes = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2}
+    config = transformers.LlamaConfig(**sizes, num_key_value_heads=2, num_hidden_layers=1)
+    model = peft.get_peft_model(
+        transformers.LlamaForCausalLM(config), peft.LoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM")
+    )
+    plan = {"tensor_parallel": {"autotp_size": 2, "plan": {"*.*.lm_head": "colwise"}}}
+    optimizer = torch.optim.AdamW(trainable(model), lr=1e-2)
+    shardwell.initialize(model=model, optimizer=optimizer, config=zero(1, **plan))
+    tokens = torch.ones(2, 4, dtype=torch.long)
+    try:
+        model.generate(input_ids=tokens, attention_mask=torch.ones_like(tokens), max_new_tokens=2)
+    except ShardwellError as error:
+        return str(error)
+    return "it generated"
+
+
+def test_generating_from_a_part_of_the_vocabulary_inside_of_a_wrapper_is_refused(ranks: Ranks) -> None:
+    for words in ranks.run(2, generated):
+        assert "argmax is over the outputs of 'lm_head.weight'" in words

@@ -48,11 +48,12 @@ class FirstForwards(TorchFunctionMode):
         self._kinds = KindsOfForward()
         self._is_looking = False
 
-    def hook(self, model: nn.Module) -> list[Any]:
-        """Look at the forwards of this model; return the hooks."""
+    def hook(self, model: nn.Module, inside: nn.Module | None = None) -> list[Any]:
+        """Look at the forwards of a model, or of one `inside` of it; return the hooks."""
+        looked_at = model if inside is None else inside
         return [
-            model.register_forward_pre_hook(self._begin, with_kwargs=True),
-            model.register_forward_hook(self._end, always_call=True),
+            looked_at.register_forward_pre_hook(self._begin, with_kwargs=True),
+            looked_at.register_forward_hook(self._end, always_call=True),
             AbortHook(model, self.stop),
         ]
 
@@ -95,6 +96,12 @@ class FirstForwards(TorchFunctionMode):
             raise ShardwellError(words) from error
         self.after(name, args, found)
         return found
+
+
+def generating_models(model: nn.Module) -> list[nn.Module]:
+    """Return the models inside of another whose `generate` calls them, and not what is around them (PEFT, say)."""
+    inside = [one for one in model.modules() if one is not model]
+    return [one for one in inside if callable(getattr(type(one), "generate", None))]
 
 
 def _is_compiled(model: nn.Module) -> bool:
