@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import pytest
@@ -144,8 +145,10 @@ LOSSES: dict[str, Callable[[Tensor, Tensor], Any]] = {
     "cross_entropy": lambda logits, targets: F.cross_entropy(logits[:, :-1].flatten(0, 1), targets[:, 1:].flatten()),
     "logsumexp": lambda logits, targets: logits.float().logsumexp(-1),
     "argmax": lambda logits, targets: logits[:, -1].argmax(-1),
-    "log_softmax": lambda logits, targets: F.log_softmax(logits / 2.0, dim=-1),
+    "log_softmax": lambda logits, targets: F.log_softmax(logits.cpu() / 2.0, dim=-1),
+    "gather": lambda logits, targets: logits.gather(-1, targets.clamp(min=0)[..., None]),
 }
+WHEN = ("at first", "after training", "in evaluation", "after evaluation")
 
 
 def losses() -> dict[str, Any]:
@@ -155,18 +158,29 @@ def losses() -> dict[str, Any]:
     torch.manual_seed(0)
     model: Any = Words().double()
     engine, found = started(model, {"head": "colwise"}), dict[str, Any]()
-    logits = engine(inputs)["logits"]
-    for name, loss in LOSSES.items():
-        try:
-            found[name] = str(loss(logits, targets))
-        except ShardwellError as error:
-            found[name] = str(error)
+
+    def use(logits: Tensor, when: str) -> None:
+        for name, loss in LOSSES.items():
+            try:
+                found[f"{name} {when}"] = str(loss(logits, targets))
+            except ShardwellError as error:
+                found[f"{name} {when}"] = str(error)
+
+    use(engine(inputs)["logits"], "at first")
     for smoothing in (0.0, 0.3):
         capped = torch.tanh(engine(inputs)["logits"])
         loss = vocab_parallel_cross_entropy(capped, targets, model.head, label_smoothing=smoothing)
         engine.backward(loss)
         engine.step()
         found[f"{smoothing}"] = loss.item()
+    logits = engine(inputs)["logits"]
+    use(logits, "after training")
+    engine.eval()
+    use(engine(inputs)["logits"], "in evaluation")
+    with torch.no_grad():
+        for _ in range(4):
+            last = engine(inputs)["logits"]
+    use(last, "after evaluation")
     with pytest.raises(ValueError, match=r"reduction='median'.*expected mean, sum or none"):
         vocab_parallel_cross_entropy(logits, targets, model.head, reduction="median")
     return found | {"state": engine.state_dict()}
@@ -187,9 +201,10 @@ def test_losses_over_a_part_of_the_vocabulary_are_refused_and_the_right_one_smoo
         optimizer.step()
         expected[f"{smoothing}"] = loss.item()
     for found in ranks.run(2, losses):
-        for name in LOSSES:
-            assert f"{name} is over the outputs of 'head.weight', of which each of 2 ranks has a part" in found[name]
-            assert "vocab_parallel_cross_entropy" in found[name]
+        for name, when in product(LOSSES, WHEN):
+            words = found[f"{name} {when}"]
+            assert f"{name} is over the outputs of 'head.weight', of which each of 2 ranks has a part" in words, when
+            assert "vocab_parallel_cross_entropy" in words
         for name, value in expected.items():
             assert found[name] == pytest.approx(value, abs=1e-12)
         assert distance(found["state"], {key: one.detach() for key, one in model.state_dict().items()})[0] < 1e-12

@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from shardwell.utils import ExponentialMovingAverage
 from tests.support.ranks import Ranks
 from tests.support.tensor_models import HEAD, PLAN, WORDS, TensorCase, plainly, started, train
 from tests.support.training import distance
@@ -60,6 +61,33 @@ def handed_on(path: str) -> dict[str, Any]:
     third = engine.state_dict()
     engine.destroy()
     return {"whole": whole, "file": again, "state": third, "after": dict(model.state_dict())}
+
+
+def averaged() -> list[dict[str, Tensor]]:
+    """Average two steps on a tensor axis; return the averages, what they should be, and those that rank 0's load to."""
+    engine, _ = started(CASE, 2)
+    average, expected = ExponentialMovingAverage(engine, 0.5), dict[str, Tensor]()
+    for step in range(2):
+        train(engine, CASE, step, step + 1)
+        average.update()
+        whole = engine.parameters_snapshot()
+        expected = {name: value if not step else (value + expected[name]) / 2 for name, value in whole.items()}
+    found = average.state_dict()
+    given = [found]
+    torch.distributed.broadcast_object_list(given, 0)
+    again = ExponentialMovingAverage(engine, 0.1)
+    again.load_state_dict(given[0])
+    with again.swapped():
+        used = engine.parameters_snapshot()
+    engine.destroy()
+    return [found["parameters"], expected, used]
+
+
+def test_averages_are_of_whole_tensors_and_load_as_parts(ranks: Ranks) -> None:
+    for found, expected, used in ranks.run(2, averaged):
+        for name, value in expected.items():
+            assert abs(found[name] - value).max() < 1e-14, name
+            assert (used[name] == found[name]).all(), name
 
 
 def test_whole_tensors_go_out_and_come_in(ranks: Ranks, tmp_path: Path) -> None:

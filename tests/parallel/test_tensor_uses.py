@@ -348,6 +348,10 @@ def differing(case: str) -> str:
     try:
         if case == "rows":
             engine(rows if rank != 3 else rows.flip(0))
+        elif case == "samples":
+            engine.eval()
+            for number in range(16):
+                engine(rows if rank != 3 or number < 5 else rows.flip(0))
         elif case == "shape":
             for length in (9, 9, 9, 7 if rank == 1 else 9):
                 engine(rows[:, :length])
@@ -365,6 +369,8 @@ def differing(case: str) -> str:
 def test_ranks_of_a_tensor_line_that_differ_are_named(ranks: Ranks) -> None:
     rows = ranks.run(4, differing, "rows")
     assert all("rank" in words and "take the same rows" in words for words in rows[2:])
+    samples = ranks.run(4, differing, "samples")
+    assert all("sample the same tokens" in words for words in samples[2:])
     shapes = ranks.run(4, differing, "shape")
     assert any(DivergenceError.__name__ in words for words in shapes[:2])
     failed = ranks.run(4, differing, "fails")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from torch.nn import functional as F
 
 import shardwell
 from shardwell.compat.deepspeed_api.topology import ProcessTopology
-from shardwell.errors import ConfigError
+from shardwell.errors import ConfigError, ShardwellError
 from shardwell.pipeline import LayerSpec, PipelineModule, TiedLayerSpec
 from tests.support.pipelines import (
     NUM_MICRO_BATCHES,
@@ -111,6 +112,26 @@ def test_decoders_of_transformers_train_without_edits(ranks: Ranks) -> None:
     for found in ranks.run(2, train_decoders):
         for name, losses in expected.items():
             assert found[name] == pytest.approx(losses, abs=1e-6), name  # their loss is computed in fp32
+
+
+def called_by_hand(folder: str) -> list[str]:
+    """Use one stage as if it were the model; return the words."""
+    model: Any = made(next(iter(DECODERS.values())))
+    engine, *_ = shardwell.initialize(model=model, config=pipeline_config(1, "1f1b"))
+    batch = next(dictionaries(1, engine.data_rank))
+    words = []
+    for use in (lambda: model(**batch), lambda: model.save_pretrained(folder)):
+        with pytest.raises(ShardwellError) as refused:
+            use()
+        words.append(str(refused.value))
+    engine.destroy()
+    return words
+
+
+def test_a_stage_is_neither_called_nor_saved_as_the_model(ranks: Ranks, tmp_path: Path) -> None:
+    for called, saved in ranks.run(2, called_by_hand, str(tmp_path)):
+        assert "this rank has one stage of it: call engine.train_batch(iterator)" in called
+        assert "save_pretrained would write the layers of this rank's pipeline stage only" in saved
 
 
 class Embedding(nn.Embedding):

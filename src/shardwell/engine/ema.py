@@ -7,12 +7,14 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from shardwell.engine.engine import Engine
+from shardwell.engine.full_state import part_of_value, whole_value
 from shardwell.errors import ShardwellError
 from shardwell.optim.param_access import ParamAccess
 from shardwell.sharding import ShardedGroup
+from shardwell.sharding.tensor_part import part_of
 
 
 class ExponentialMovingAverage:
@@ -73,13 +75,14 @@ class ExponentialMovingAverage:
         """Return the unsharded averages by name in host memory, with decay and count. All ranks must call it.
 
         The result may be a part of the `client_state` of a checkpoint, and be loaded at any stage and number of ranks.
+        In a pipeline it has the parameters of this rank's layers.
         """
         self._check("state_dict")
         whole: dict[str, Tensor] = {}
         keeps = not rank0_only or self._engine.global_rank == 0
         for group, average in self._averages.items():
             for slot, parameter in zip(group.layout.slots, group.parameters, strict=True):
-                found = ParamAccess(parameter).assembled(average)
+                found = whole_value(ParamAccess(parameter).assembled(average), parameter, group)
                 if keeps:
                     whole[slot.name] = found.to("cpu", copy=True)
         return {"decay": self.decay, "num_updates": self.num_updates, "parameters": whole}
@@ -89,9 +92,13 @@ class ExponentialMovingAverage:
         """Load what `state_dict` returned. Each rank takes its own part, so all ranks must pass the same state."""
         self._check("load_state_dict")
         given: Mapping[str, Tensor] = state["parameters"]
-        slots = {slot.name: slot for group in self._averages for slot in group.layout.slots}
-        if given.keys() != slots.keys() or any(tuple(given[n].shape) != s.shape for n, s in slots.items()):
-            wrong = sorted(given.keys() ^ slots.keys()) or [n for n, s in slots.items() if given[n].shape != s.shape]
+        mine, shapes = dict[str, nn.Parameter](), dict[str, tuple[int, ...]]()
+        for group in self._averages:
+            for slot, parameter in zip(group.layout.slots, group.parameters, strict=True):
+                part = part_of(parameter)
+                mine[slot.name], shapes[slot.name] = parameter, tuple(slot.shape) if part is None else part.shape
+        if given.keys() != shapes.keys() or any(tuple(given[n].shape) != shape for n, shape in shapes.items()):
+            wrong = sorted(given.keys() ^ shapes.keys()) or [n for n in shapes if tuple(given[n].shape) != shapes[n]]
             raise ShardwellError(
                 f"the averages are those of another model: '{wrong[0]}' (of {len(wrong)}) does not fit"
             )
@@ -99,9 +106,11 @@ class ExponentialMovingAverage:
             for run in group.spans:
                 for piece in run.pieces:
                     flat = torch.empty(piece.slot.numel, dtype=average.dtype)
-                    flat.as_strided(piece.slot.shape, piece.slot.stride).copy_(given[piece.slot.name])
-                    mine = flat[piece.in_parameter : piece.in_parameter + piece.numel]
-                    average[piece.in_shard : piece.in_shard + piece.numel].copy_(mine)
+                    name = piece.slot.name
+                    value = part_of_value(given[name], mine[name], name)
+                    flat.as_strided(piece.slot.shape, piece.slot.stride).copy_(value)
+                    kept = flat[piece.in_parameter : piece.in_parameter + piece.numel]
+                    average[piece.in_shard : piece.in_shard + piece.numel].copy_(kept)
         self.decay, self.num_updates = float(state["decay"]), int(state["num_updates"])
 
     # --------------------------------------------------------------------------------------------------- details

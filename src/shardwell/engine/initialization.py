@@ -48,6 +48,7 @@ from shardwell.engine.startup_report import UserArguments, announce
 from shardwell.engine.teardown import ModelBefore, Teardown, end_engines_of, when_handed_on
 from shardwell.engine.unit_specs import unit_specs
 from shardwell.engine.user_data_loader import UserDataLoader, loader_like, with_batch_of
+from shardwell.engine.whole_saves import save_whole_models
 from shardwell.errors import ConfigError, DivergenceError
 from shardwell.kernels.quantize import Codec
 from shardwell.long_work import LongWork
@@ -160,6 +161,8 @@ def initialize(
         factory = factory_for(optimizer, model, model_parameters, block, home, named)
         engine = _engine(engine_class, model, settings, factory, context)
         engine._teardown.cut, engine._teardown.sequences = experts or cut, sequences
+        if engine._teardown.cut is not None or plan is not None:
+            save_whole_models(model, is_stage=plan is not None)
         if plan is not None and isinstance(engine, PipelinedEngine):
             engine.use_pipeline(plan)
         if factory is not None:

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from shardwell.engine import exit_notice
+from shardwell.engine.whole_saves import save_as_before
 from shardwell.errors import ShardwellError
 from shardwell.memory import Tier
 from shardwell.optim import ShardedOptimizer
@@ -74,6 +75,7 @@ class Teardown:
             self._give_back(optimizer, None)
             if self.cut is not None:
                 self.cut.undo()
+                save_as_before(self.model)
         else:
             if self.context.roles.agreement.failures.has_failed:
                 self.scheduler.abandon_passes()

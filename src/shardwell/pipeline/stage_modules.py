@@ -133,6 +133,7 @@ class StageModules:
         self._drop_others()
         if self.num_stages > 1:
             self._watch_order()
+            layers.model.register_forward_pre_hook(self._check_running)
         layers.model.register_forward_hook(self._give_hidden)
         self._running, self._watched, self._followed = -1, set[int](), set[tuple[int, bool]]()
 
@@ -251,6 +252,15 @@ class StageModules:
                     f"pipeline: buffer '{name}' beside the layers is updated with hidden states (running statistics), "
                     "which each stage would do with its own. Move the module that has it into a layer"
                 )
+
+    def _check_running(self, module: nn.Module, args: Any) -> None:
+        """Raise if the model is called by hand: it would return what this rank's layers make of the inputs."""
+        if self._running == -1:
+            raise ShardwellError(
+                f"pipeline: {type(module).__name__} was called, and this rank has one stage of it: call "
+                "engine.train_batch(iterator) or engine.eval_batch(iterator). What calls the whole model (generate, "
+                "say) needs it without a pipeline: engine.save_checkpoint(folder), and load that there"
+            )
 
     def _give_hidden(self, module: nn.Module, args: Any, output: Any) -> Any:
         """Return the hidden state instead of the model's output, unless the last stage runs."""

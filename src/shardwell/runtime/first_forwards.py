@@ -5,6 +5,7 @@ Compiled modules are not looked at: their graphs would be made once more for the
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -14,28 +15,50 @@ from torch.overrides import TorchFunctionMode
 from shardwell.errors import ShardwellError
 from shardwell.runtime.aborted_forwards import AbortHook
 
-_FORWARDS = 2  # that are looked at
+_FORWARDS = 2  # of each kind, that are looked at
+_MOST_KINDS = 64
+
+
+class KindsOfForward:
+    """Counts forwards by how the model is used: training, evaluation and generation may use its outputs differently."""
+
+    def __init__(self) -> None:
+        self._counts: dict[tuple[Any, ...], int] = {}
+        self.kind: tuple[Any, ...] = ()  # of the last forward that was counted
+
+    def count(self, model: nn.Module, args: tuple[Any, ...], given: Mapping[str, Any]) -> int:
+        """Return how many forwards of this kind there were before."""
+        names = sorted(name for name, value in given.items() if value is not None)
+        self.kind = (model.training, torch.is_grad_enabled(), len(args), *names)
+        if self.kind not in self._counts and len(self._counts) >= _MOST_KINDS:
+            return _FORWARDS
+        self._counts[self.kind] = self._counts.get(self.kind, 0) + 1
+        return self._counts[self.kind] - 1
+
+    def is_first(self, model: nn.Module, args: tuple[Any, ...], given: Mapping[str, Any]) -> bool:
+        """Count a forward, and return whether it is among the first of its kind."""
+        return self.count(model, args, given) < _FORWARDS
 
 
 class FirstForwards(TorchFunctionMode):
-    """Sees each operation of torch in the first forwards of a model, before it runs."""
+    """Sees each operation of torch in the first forwards of each kind of a model, before it runs."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._num_forwards = 0
+        self._kinds = KindsOfForward()
         self._is_looking = False
 
-    def hook(self, model: nn.Module) -> list[Any]:
-        """Look at the forwards of this model; return the hooks."""
+    def hook(self, model: nn.Module, inside: nn.Module | None = None) -> list[Any]:
+        """Look at the forwards of a model, or of one `inside` of it; return the hooks."""
+        looked_at = model if inside is None else inside
         return [
-            model.register_forward_pre_hook(self._begin),
-            model.register_forward_hook(self._end, always_call=True),
+            looked_at.register_forward_pre_hook(self._begin, with_kwargs=True),
+            looked_at.register_forward_hook(self._end, always_call=True),
             AbortHook(model, self.stop),
         ]
 
-    def _begin(self, module: nn.Module, args: Any) -> None:
-        if self._num_forwards < _FORWARDS and not self._is_looking and not _is_compiled(module):
-            self._num_forwards += 1
+    def _begin(self, module: nn.Module, args: tuple[Any, ...], given: dict[str, Any]) -> None:
+        if not self._is_looking and self._kinds.is_first(module, args, given) and not _is_compiled(module):
             self._is_looking = True
             self.__enter__()  # type: ignore[no-untyped-call]
 
@@ -73,6 +96,12 @@ class FirstForwards(TorchFunctionMode):
             raise ShardwellError(words) from error
         self.after(name, args, found)
         return found
+
+
+def generating_models(model: nn.Module) -> list[nn.Module]:
+    """Return the models inside of another whose `generate` calls them, and not what is around them (PEFT, say)."""
+    inside = [one for one in model.modules() if one is not model]
+    return [one for one in inside if callable(getattr(type(one), "generate", None))]
 
 
 def _is_compiled(model: nn.Module) -> bool:

@@ -59,9 +59,9 @@ class TokenMixingCheck(FirstForwards):
         super().__init__()
         self._num_tokens, self._words = num_tokens, words
 
-    def hook(self, model: nn.Module) -> list[Any]:
-        """Look at the forwards of this model; return the hooks."""
-        return [*super().hook(model), AbortHook(model, forget_whole_sequences)]
+    def hook(self, model: nn.Module, inside: nn.Module | None = None) -> list[Any]:
+        """Look at the forwards of a model, or of one `inside` of it; return the hooks."""
+        return [*super().hook(model, inside), AbortHook(model, forget_whole_sequences)]
 
     def before(self, name: str, args: tuple[Any, ...], given: dict[str, Any]) -> None:
         """Look at an operation before it runs."""

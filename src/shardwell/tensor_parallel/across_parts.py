@@ -19,7 +19,7 @@ from shardwell.errors import ShardwellError
 SAME_PLACES = re.compile(
     r"_*r?(add|mul|sub|(true)?div|pow)_*|clamp_?|clip_?|dropout|contiguous|clone|to|type|type_as|float|half|bfloat16|double|"
     "(leaky_)?relu6?_?|gelu|silu|sigmoid|tanh|softplus|elu|selu|celu|mish|hardswish|hardtanh|logsigmoid|exp|abs|square|"
-    "sqrt|rsqrt|neg|__neg__|detach|masked_fill|where|maximum|minimum"
+    "sqrt|rsqrt|neg|__neg__|detach|cpu|cuda|masked_fill|where|maximum|minimum"
 )
 _MISSING = object()
 # Name of an operation: the place of its dimension among the arguments behind the tensor, and its default; None is all.
@@ -34,6 +34,7 @@ _DIMENSIONS: dict[str, tuple[int, Any]] = {
     "gumbel_softmax": (3, -1),
     **dict.fromkeys(("topk", "kthvalue", "quantile", "nanquantile", "roll", "diff"), (1, -1)),
     **dict.fromkeys(("fft_fft", "fft_ifft", "fft_rfft", "fft_irfft"), (1, -1)),
+    **dict.fromkeys(("gather", "take_along_dim"), (0, None)),
     **dict.fromkeys(("sort", "argsort", "glu", "mode", "flip"), (0, -1)),
 }
 _OVER_LAST = ("layer_norm", "rms_norm", "scaled_dot_product_attention", "cdist", "pairwise_distance", "inner", "dot")
@@ -102,7 +103,7 @@ def keeps_last(name: str, values: Tensor, found: Tensor) -> bool:
 class PartOfOutput(Tensor):
     """An output of a model of which this rank has a part along the last dimension, as logits of a cut vocabulary.
 
-    The first forwards return it, so that a loss or a choice of words over this rank's part alone is an error.
+    Forwards return it, so that a loss or a choice of words over this rank's part alone is an error.
     """
 
     words: str  # of the error, which say {name}

@@ -13,6 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from shardwell.parallel import MeshRoles
+from shardwell.runtime.first_forwards import generating_models
 from shardwell.runtime.randomness import align_randomness
 from shardwell.sharding import released
 from shardwell.sharding.dtensor_parameters import Placed, is_dtensor, localise
@@ -75,7 +76,8 @@ def take_dtensors(model: nn.Module, roles: MeshRoles) -> DTensorModel:
     hooks: tuple[Any, ...] = ()
     if roles.tensor is not None:
         align_randomness(roles.tensor)
-        hooks = (model.register_forward_pre_hook(InputCheck(roles.tensor), with_kwargs=True),)
+        called = (model, *generating_models(model))
+        hooks = tuple(one.register_forward_pre_hook(InputCheck(roles.tensor), with_kwargs=True) for one in called)
     _check_ties(model)
     known: dict[int, Placed] = {}
     forwards: dict[nn.Module, DTensorForward] = {}

@@ -1,7 +1,7 @@
 """The check that ranks of the tensor axis get the same inputs: they compute parts of the same outputs.
 
-A loader that gives every rank rows of its own is the usual mistake. Values are compared in the first forwards, shapes
-whenever there are new ones.
+A loader that gives every rank rows of its own is the usual mistake; ranks that sample other tokens are another. Values
+are compared in the first forwards of each kind, and now and then in evaluation; shapes whenever there are new ones.
 """
 
 from __future__ import annotations
@@ -14,11 +14,16 @@ from torch import Tensor, nn
 
 from shardwell.parallel.collectives import Collectives
 from shardwell.parallel.consistency import check_alike
+from shardwell.runtime.first_forwards import KindsOfForward
 from shardwell.runtime.pytree import tensors_in
 
-_FORWARDS = 2  # whose values are compared
+_FORWARDS = 2  # of each kind, whose values are compared
+_EVERY = 8  # forwards of an evaluation are compared once more: a generation that has parted stays so
 _MOST_SHAPES = 1024
-_WORDS = "input (the ranks of the tensor axis take the same rows, see engine.data_rank and engine.data_size)"
+_WORDS = (
+    "input (the ranks of the tensor axis take the same rows and sample the same tokens, see engine.data_rank and "
+    "engine.data_size)"
+)
 
 
 class InputCheck:
@@ -26,7 +31,7 @@ class InputCheck:
 
     def __init__(self, comm: Collectives) -> None:
         self._comm = comm
-        self._num_forwards = 0
+        self._kinds = KindsOfForward()
         self._shapes: set[tuple[Any, ...]] = set()
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -35,8 +40,8 @@ class InputCheck:
             return
         found = list(tensors_in((args, kwargs)))
         shapes = tuple((str(one.dtype), *one.shape) for one in found)
-        with_values = self._num_forwards < _FORWARDS
-        self._num_forwards += 1
+        number = self._kinds.count(module, args, kwargs)
+        with_values = number < _FORWARDS or (not module.training and number % _EVERY == 0)
         if not with_values and shapes in self._shapes:
             return
         if len(self._shapes) >= _MOST_SHAPES:  # on all ranks together

@@ -61,6 +61,7 @@ class PackedUseCheck(FirstForwards):
         self._modules = dict(model.named_modules())
         self._outputs = WeakTensorKeyDictionary()  # as `CutOutput`
         self._transposed = WeakTensorKeyDictionary()  # weights of layers that transpose them
+        self._returned: dict[tuple[Any, ...], dict[int, tuple[int, str]]] = {}  # among outputs, by kind
 
     def before(self, name: str, args: tuple[Any, ...], given: dict[str, Any]) -> None:
         """Look at an operation before it runs."""
@@ -187,14 +188,31 @@ class PackedUseCheck(FirstForwards):
             self._outputs[found] = CutOutput(name, part.shape[part.dim], blocks, part.num_parts)
 
     def _end(self, module: nn.Module, args: Any, output: Any) -> Any:
-        """Let outputs that are parts say so to what the loop does with them."""
+        """Let outputs that are parts say so to what the loop does with them, in this forward and in all others."""
         is_first = self._is_looking
         super()._end(module, args, output)
-        if not is_first or not any(self._is_part(one) for one in tensors_in(output)):
+        parts = self._parts_of(output, is_first)
+        if not parts:
             return None
-        return map_tensors(
-            output, lambda one: part_of_output(one, _over_a_part(self._outputs[one])) if self._is_part(one) else one
-        )
+        return map_tensors(output, lambda one: part_of_output(one, parts[id(one)]) if id(one) in parts else one)
+
+    def _parts_of(self, output: Any, is_first: bool) -> dict[int, str]:
+        """Return what to say of the outputs that are parts, by their ids."""
+        kind = self._kinds.kind
+        if is_first:
+            self._returned[kind] = {
+                at: (one.shape[-1], _over_a_part(self._outputs[one]))
+                for at, one in enumerate(tensors_in(output))
+                if self._is_part(one)
+            }
+        known = self._returned.get(kind)
+        if not known:
+            return {}
+        return {
+            id(one): known[at][1]
+            for at, one in enumerate(tensors_in(output))
+            if at in known and one.ndim and one.shape[-1] == known[at][0]
+        }
 
     def _is_part(self, tensor: Tensor) -> bool:
         known = self._outputs.get(tensor)

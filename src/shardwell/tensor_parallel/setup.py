@@ -13,6 +13,7 @@ from shardwell.errors import ConfigError, ShardwellError
 from shardwell.parallel import MeshRoles, TrafficKind
 from shardwell.parallel.model_axis import ModelAxis
 from shardwell.runtime.aborted_forwards import AbortHook
+from shardwell.runtime.first_forwards import generating_models
 from shardwell.runtime.randomness import align_randomness, draws_in
 from shardwell.sharding.context import TiedCopies
 from shardwell.sharding.tensor_part import (
@@ -89,10 +90,11 @@ def cut_model(model: nn.Module, roles: MeshRoles, asked: PlanRequest, tied: Tied
     if asked.sequence_parallel:
         regions = (*regions, CutRegion(axis, splits_sequences=True, draws=draws, around=inside))
     check_parts(model, axis.size)
-    same = model.register_forward_pre_hook(InputCheck(roles.tensor), with_kwargs=True)
+    inner = generating_models(model)
+    same = [one.register_forward_pre_hook(InputCheck(roles.tensor), with_kwargs=True) for one in (model, *inner)]
     ends = [AbortHook(model, one.randomness.end) for one in regions if one.randomness is not None]
     if read_megatron_marks(model, axis.size, axis.rank):
-        return CutModel(model, _come_cut(model, regions, asked), (same, *ends, *_check_gradients(model, axis)))
+        return CutModel(model, _come_cut(model, regions, asked), (*same, *ends, *_check_gradients(model, axis)))
     if asked.plan == "none" and asked.layer_specs is None:
         raise ShardwellError(
             f'the tensor axis has {axis.size} ranks, tensor_parallel.plan is "none", and no parameter says that it '
@@ -107,7 +109,8 @@ def cut_model(model: nn.Module, roles: MeshRoles, asked: PlanRequest, tied: Tied
     if asked.sequence_parallel:
         cutter.hooks += _split_over(model, cutter, inside)
     cutter.hooks += PackedUseCheck(model).hook(model)
-    return CutModel(model, regions, (same, *ends, *cutter.hooks, *_check_gradients(model, axis)))
+    cutter.hooks += [hook for one in inner for hook in PackedUseCheck(one).hook(model, one)]
+    return CutModel(model, regions, (*same, *ends, *cutter.hooks, *_check_gradients(model, axis)))
 
 
 def _split_over(model: nn.Module, cutter: Cutter, region: CutRegion) -> list[Any]:
