@@ -23,7 +23,6 @@ from shardwell.engine.join import StepCount, UserLoop, joined
 from shardwell.engine.monitor_setup import compared_with_plan, recording_with_times
 from shardwell.engine.teardown import DESTROYED, Teardown, end_engine
 from shardwell.engine.units import UnitInfo, describe_units
-from shardwell.engine.unsupported_uses import backward_flags, flag
 from shardwell.engine.user_data_loader import UserDataLoader
 from shardwell.errors import BackwardError, ShardwellError
 from shardwell.memory import Device, MemoryReport
@@ -134,14 +133,15 @@ class Engine(nn.Module):
         """
         if not isinstance(loss, Tensor) or not loss.requires_grad:
             raise BackwardError(unsupported_uses.NO_GRADIENT)
-        retain_graph, scale_wrt_gas, create_graph = backward_flags(retain_graph, scale_wrt_gas, create_graph)
+        if retain_graph is not False or scale_wrt_gas is not True or create_graph is not False:
+            flags = unsupported_uses.backward_flags(retain_graph, scale_wrt_gas, create_graph)
+            retain_graph, scale_wrt_gas, create_graph = flags
         graph, reducer, scale = self._scheduler.graph, self._scheduler.reducer, self._precision.loss_scale
         if graph.loss is not None and graph.loss() is loss:
             raise BackwardError(unsupported_uses.SECOND_BACKWARD)
         if self.monitor is not None:
             self.monitor.backward_begins(loss, is_divided=not scale_wrt_gas)
-        # Set here as well, because `loss` may not come from `forward`.
-        reducer.set_boundary(self.is_gradient_accumulation_boundary())
+        reducer.set_boundary(self.is_gradient_accumulation_boundary())  # again: `loss` may not come from `forward`
         reducer.has_met_scale = True
         self._loop.counts.num_backwards += 1
         scaled = contextlib.nullcontext() if CARRIED.scale == scale.value else carrying(scale)
@@ -223,7 +223,7 @@ class Engine(nn.Module):
         """Set whether the next `step` applies the gradients, instead of deriving it from the micro-step count."""
         if not self._loop.counts.is_managed:
             raise ShardwellError(unsupported_uses.UNMANAGED)
-        self._decide_boundary(flag(is_boundary, "set_gradient_accumulation_boundary"))
+        self._decide_boundary(unsupported_uses.flag(is_boundary, "set_gradient_accumulation_boundary"))
 
     def _decide_boundary(self, is_boundary: bool) -> None:
         self._loop.counts.boundary = is_boundary

@@ -218,6 +218,29 @@ def _compared(group: Mapping[str, Any]) -> list[str]:
     return sorted(group.keys() - _NOT_COMPARED, key=lambda name: (name != "lr", name))
 
 
+def check_finite_options(optimizer: Optimizer, what_was_done: Callable[[], str]) -> None:
+    """Raise if a learning rate or another option is not finite, of which the optimizer's default is.
+
+    Only Python's numbers are looked at, so that the host waits for no device. `what_was_done` says what the step has
+    updated so far.
+    """
+    for number, group in enumerate(optimizer.param_groups):
+        for name, value in group.items():
+            for one in value if type(value) is tuple else (value,):
+                if type(one) is float and one - one != 0.0 and (name == "lr" or _has_finite_default(optimizer, name)):
+                    words = "the learning rate (lr)" if name == "lr" else name
+                    raise NonFiniteError(
+                        f"{words} of parameter group {number} is {value}, with which the {type(optimizer).__name__} "
+                        f"would ruin the model; {what_was_done()}. Check the learning-rate schedule, and what else "
+                        "sets options of parameter groups."
+                    )
+
+
+def _has_finite_default(optimizer: Optimizer, name: str) -> bool:
+    default = optimizer.defaults.get(name)
+    return all(map(math.isfinite, _numbers(default)))
+
+
 def _numbers(value: Any) -> list[float]:
     """Return the numbers that are known without waiting for a GPU."""
     if isinstance(value, list | tuple):

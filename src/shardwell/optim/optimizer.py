@@ -18,8 +18,14 @@ from shardwell.errors import NonFiniteError, ShardwellError
 from shardwell.memory import StateKind, Tier
 from shardwell.optim.executor import StepOptions, UpdateExecutor
 from shardwell.optim.factory import NO_LABEL, OptimizerFactory
-from shardwell.optim.finite_options import check_finite_options
-from shardwell.optim.grad_norm import GradNorm, OverflowCheck, SummedNumber, clip_factor, hyperparameter_checks
+from shardwell.optim.grad_norm import (
+    GradNorm,
+    OverflowCheck,
+    SummedNumber,
+    check_finite_options,
+    clip_factor,
+    hyperparameter_checks,
+)
 from shardwell.optim.param_slices import ParamSlice, ParamSlices, bytes_of_state, check_cut, scalar_state
 from shardwell.optim.user_optimizer import SteppingEngine, meet_foreign_step, step_with
 from shardwell.sharding import EngineContext, Unit, released
@@ -142,7 +148,9 @@ class ShardedOptimizer(Optimizer):
     def apply_gradients(self) -> None:
         """Apply the gradients of this boundary, and start to all-gather the updated parameters."""
         units = self.executor.slices.units
-        self._mark_stepped()
+        for optimizer in (self, self.inner, self._factory.given):
+            if optimizer is not None:  # torch warns of schedulers that are stepped before their optimizer
+                optimizer._opt_called = True  # type: ignore[attr-defined]
         if self._scheduler.observer is not None:
             self._scheduler.observer.step_begins()
         self._scheduler.finish_backward()
@@ -209,12 +217,6 @@ class ShardedOptimizer(Optimizer):
                     after(one, (one,), {})
             for after in list(_global_optimizer_post_hooks.values()):
                 after(inner, (inner,), {})
-
-    def _mark_stepped(self) -> None:
-        """Mark the optimizers as stepped: torch warns of schedulers that are stepped before their optimizer."""
-        for optimizer in (self, self.inner, self._factory.given):
-            if optimizer is not None:
-                optimizer._opt_called = True  # type: ignore[attr-defined]
 
     def _may_step(self, norm: Tensor) -> bool:
         """Return whether to update at all; where the kernels read the overflow flag, the host does not wait."""

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import contextlib
 import time
-import weakref
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -58,6 +57,9 @@ class TokenTable:
         self.position = 0  # a rolling hash over the last tokens
         self.num_announced = 0  # the same on all ranks at the same position
         self.last = ""
+        self.is_comparing = False  # the next token, by an all-reduce
+        self.num_meetings = 0  # of all ranks, in the store
+        self.met: deque[str] = deque(maxlen=2)  # the last keys at which all ranks wait for all
         self._tokens: dict[int, str] = {}
         self._revisions: dict[int, int] = {}
         self._recent: deque[int] = deque()
@@ -84,6 +86,11 @@ class TokenTable:
             self._revisions.clear()
             self.generation += 1
         self._tokens[self.position] = token
+
+    @property
+    def progress(self) -> float:
+        """Return how many tokens were announced, and a half if the next one is compared."""
+        return self.num_announced + 0.5 * self.is_comparing
 
     @property
     def revision(self) -> int:
@@ -121,11 +128,14 @@ class Agreement:
         self.compare: Callable[[str], bool] | None = None  # returns whether all ranks have this token; set if many
         self.probe: Callable[[], None] = lambda: None  # raises if a link to another rank is broken
         self.advise: Callable[[str, str], str] = lambda ours, theirs: _ADVICE  # for the tokens of two ranks
-        self.groups: list[weakref.ref[Agreement]] = []  # of some of its ranks
-        self.name = ""  # of a group
         self.waits = Waits()
         self.store: Any = None  # in which the ranks of this engine leave messages for each other; None with one rank
         self.open()
+
+    @property
+    def name(self) -> str:
+        """Return the name of a group, which is the same on all its ranks; that of all ranks is empty."""
+        return ""
 
     @property
     def whole(self) -> Agreement:
@@ -136,10 +146,7 @@ class Agreement:
         """Open an empty table; after a failure that all ranks had, a second one. All ranks must call it."""
         self.tokens = TokenTable()
         self.failures.forget()
-        self._num_meetings = 0
         self.is_waiting = False  # for other ranks
-        self._is_comparing = False  # the next token, by an all-reduce
-        self._arrived: deque[str] = deque(maxlen=2)  # the last keys at which all ranks wait for all; see `positions`
         if self._active:
             self._open_store()
 
@@ -188,11 +195,11 @@ class Agreement:
         """Return whether all ranks are known to have this token; without a comparison they are not."""
         if self.compare is None:
             return False
-        self._is_comparing = True
+        self.tokens.is_comparing = True
         try:
             return self.compare(token)
         finally:
-            self._is_comparing = False
+            self.tokens.is_comparing = False
 
     def _await_divergence(self, token: str) -> NoReturn:
         """Raise the error of another rank, which differs from this one and from the first rank."""
@@ -219,15 +226,15 @@ class Agreement:
         """
         self.announce(token)
         if self._active:
-            self._num_meetings += 1
-            self._wait_for_all(f"meeting/{self._num_meetings}", token, limited=limited)
+            self.tokens.num_meetings += 1
+            self._wait_for_all(f"meeting/{self.tokens.num_meetings}", token, limited=limited)
 
     def _wait_for_all(self, key: str, token: str, expected: str = "", *, limited: bool = True) -> None:
         """Return when all ranks have arrived; raise an error that names a rank if that rank will not arrive.
 
         `expected` is the token in the table, if that is another one.
         """
-        self._arrived.append(key)
+        self.tokens.met.append(key)
         self._board.set(f"{key}/{self.rank}", "")
         if self._board.arrive(key, self.ranks.index(self.rank), self.size):
             return
@@ -245,13 +252,13 @@ class Agreement:
         finally:
             self.is_waiting = before
 
-    def need(self, ranks: Sequence[int]) -> Need:
-        """Return what the collective that was announced last needs of other ranks: that they have announced it, too."""
-        return Need(ranks, self.name, self._progress, f"in '{self.tokens.last}' for")
+    def need(self, ranks: Sequence[int], announced: tuple[float, str] | None = None) -> Need:
+        """Return what a collective needs of other ranks: that they have announced it, too.
 
-    @property
-    def _progress(self) -> float:
-        return self.tokens.num_announced + 0.5 * self._is_comparing
+        `announced` is how far this rank had come with it, and its token; by default it was announced last.
+        """
+        progress, token = announced or (self.tokens.progress, self.tokens.last)
+        return Need(ranks, self.name, progress, f"in '{token}' for")
 
     def _place(self, key: str) -> str:
         return f"{self.name} at {key}"
@@ -261,11 +268,11 @@ class Agreement:
 
         Nothing falls behind where it was, as long as others may wait there: they are at most one meeting behind.
         """
-        groups = (reference() for reference in list(self.groups))
+        groups = (reference() for reference in list(self.waits.groups))
         found = dict(self.waits.messages)
         for one in [self, *(group for group in groups if group is not None)]:
-            found[one.name] = one._progress
-            found.update(dict.fromkeys(map(one._place, list(one._arrived)), 1))
+            found[one.name] = one.tokens.progress
+            found.update(dict.fromkeys(map(one._place, list(one.tokens.met)), 1))
         return found
 
     def is_first(self, what: str) -> bool:

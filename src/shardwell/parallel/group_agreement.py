@@ -50,10 +50,14 @@ class GroupAgreement(Agreement):
         """Open the table. `name` is the same on the ranks of the group, and on no other rank: axis, grid, line."""
         self._whole, self._name = whole, name
         super().__init__(mesh, whole.time_limit)
-        self.failures, self.waits, self.name = whole.failures, whole.waits, name
-        whole.groups.append(weakref.ref(self))
+        self.failures, self.waits = whole.failures, whole.waits
+        self.waits.groups.append(weakref.ref(self))
         self.probe = lambda: whole.probe()
         self.advise = lambda ours, theirs: whole.way_out(ours, theirs)
+
+    @property
+    def name(self) -> str:
+        return self._name
 
     @property
     def whole(self) -> Agreement:

@@ -75,8 +75,7 @@ class Heartbeats:
         with contextlib.suppress(AttributeError, RuntimeError):  # not every store can be cloned
             self._store = store.clone()  # with a connection of its own: other threads may block while they hold theirs
         self._watch = DeviceWatch(self._store) if agreement.failures.runs_ahead else None
-        self._seen = (-1, False)
-        self._since = time.monotonic()
+        self._seen = (-1, False, time.monotonic())  # tokens, whether it waited, and since when
         self._processes: dict[int, RankProcess] = {}  # of other ranks on this machine
         self._asked: set[int] = {(rank + 1) % size, (rank - 1) % size, 0} - {rank}  # their processes are not known yet
         self._next = 0.0
@@ -96,9 +95,9 @@ class Heartbeats:
             return self._learn_early()
         self._next = now + INTERVAL * max(1.0, self._size / _RANKS_PER_INTERVAL)
         seen = agreement.tokens.num_announced, agreement.is_waiting
-        if seen != self._seen:
-            self._seen, self._since = seen, now
-        seconds = now - self._since
+        if seen != self._seen[:2]:
+            self._seen = (*seen, now)
+        seconds = now - self._seen[2]
         words = {"moves": agreement.tokens.num_announced, "doing": self._doing(agreement, seconds), "seconds": seconds}
         other = _heart.waits_elsewhere(self)
         words["elsewhere"] = None if other is None else [other.number, other.num_moves]

@@ -39,7 +39,7 @@ from shardwell.parallel.links import Links
 from shardwell.parallel.mesh import RankGroup
 from shardwell.parallel.signal_errors import is_from_signal
 from shardwell.parallel.simulated_moves import begin_simulated_move
-from shardwell.parallel.waits import Needs
+from shardwell.parallel.waits import Needs, Wait
 
 STAGING = "(staging)"  # the unit under which staging buffers of collectives are counted
 _LOOK_EVERY = 0.5  # seconds
@@ -85,6 +85,12 @@ class Work:
     def then_start(self, start: Callable[[], Work]) -> Work:
         """Return a work of two hops: this collective is the first, and `start` starts the second."""
         return _TwoHops(self, start)
+
+
+class Works(list[Any]):
+    """The works of torch.distributed that make one collective, and how far its announcement was, with its token."""
+
+    announced: tuple[float, str] | None = None
 
 
 class _TwoHops(Work):
@@ -195,7 +201,7 @@ class GlooTransport:
         """Start the all-gather of `flat` in place; this rank's own shard is in it already."""
         shards = flat.chunk(self._size)
         works = self._start_exchange([shards[self._rank]] * self._size, shards)
-        return Work(partial(self.wait, works, self._needs()))
+        return Work(partial(self.wait, works))
 
     def reduce_scatter(self, flat: Tensor, into: Tensor, scale: float, accumulate: bool) -> Work:
         """Start `into` = (or +=) `scale` x the sum over ranks of this rank's shard of `flat`, which becomes invalid."""
@@ -206,7 +212,7 @@ class GlooTransport:
         mine = shards[self._rank]
         works = self._start_exchange(shards, [*parts[: self._rank], mine, *parts[self._rank :]])
         return Work(
-            partial(self.wait, works, self._needs()),
+            partial(self.wait, works),
             partial(sum_in_rank_order, [mine, *parts], into, scale, accumulate),
             partial(self._temporary.free, received),
         )
@@ -215,14 +221,15 @@ class GlooTransport:
         """Start to send the r-th of equal parts of `sent` to rank r, and to receive the r-th of `received` from it."""
         outgoing, incoming = sent.chunk(self._size), received.chunk(self._size)
         incoming[self._rank].copy_(outgoing[self._rank])
-        return Work(partial(self.wait, self._start_exchange(outgoing, incoming), self._needs()))
+        return Work(partial(self.wait, self._start_exchange(outgoing, incoming)))
 
     def all_reduce(self, part: Tensor, into: Tensor, scale: float, accumulate: bool) -> Work:
         """Start `into` = (or +=) `scale` x the sum over ranks of `part`, which becomes invalid: gloo's ring sums it.
 
         Each piece of it is summed by one rank, so that all ranks get the same bits.
         """
-        works: list[Any] = []
+        works = Works()
+        self._note_announcement(works)
         try:
             if self._is_simulated:
                 works += begin_simulated_move("all_reduce", 2 * part.nbytes, self._mesh)
@@ -230,7 +237,7 @@ class GlooTransport:
                 works.append(dist.all_reduce(lend(part), group=self._group, async_op=True))
         except RuntimeError as error:
             self._links.raise_cause(error)
-        wait = partial(self.wait, works, self._needs())
+        wait = partial(self.wait, works)
         return Work(wait, partial(sum_in_rank_order, [part], into, scale, accumulate))
 
     def exchange(self, outgoing: Sequence[Tensor], incoming: Sequence[Tensor]) -> None:
@@ -241,7 +248,8 @@ class GlooTransport:
         """Copy this rank's shard of `source`'s `flat` to `into`; shard_indices[r] is the index of rank r's shard."""
         self._tag = (self._tag + 1) % _NUM_TAGS
         shards = flat.split(into.numel())
-        works: list[Any] = []
+        works = Works()
+        self._note_announcement(works)
         try:
             if self._is_simulated:
                 pass
@@ -262,7 +270,10 @@ class GlooTransport:
         if self._is_simulated:
             return begin_simulated_move("exchange", sum(part.nbytes for part in incoming), self._mesh)
         self._tag = (self._tag + 1) % _NUM_TAGS
-        works: list[Any] = []
+        works, agreement = Works(), self._links.agreement
+        if agreement is not None:  # as `_note_announcement` does, for each collective of a step
+            tokens = agreement.tokens
+            works.announced = tokens.num_announced + 0.5 * tokens.is_comparing, tokens.last
         try:
             for step in range(1, self._size):
                 to, source = (self._rank + step) % self._size, (self._rank - step) % self._size
@@ -276,10 +287,11 @@ class GlooTransport:
             self._links.raise_cause(error)
         return works
 
-    def _needs(self) -> Needs:
-        """Return what the collective that was announced last needs of the other ranks."""
+    def _note_announcement(self, works: Works) -> None:
+        """Note that works are of the collective that was announced last."""
         agreement = self._links.agreement
-        return () if agreement is None else (agreement.need(self._peers),)
+        if agreement is not None:
+            works.announced = agreement.tokens.progress, agreement.tokens.last
 
     def wait(self, works: list[Any], needs: Needs = ()) -> None:
         """Wait for works of torch.distributed; raise the cause if one of them fails, or if a rank has failed."""
@@ -289,9 +301,9 @@ class GlooTransport:
                 work.wait()
             return
         agreement.is_waiting = True
+        long: list[Wait] = []
         try:
-            with agreement.waits.during(needs or self._needs()):
-                wait_all(works, self._links.poll_failures, self._links.abandon)
+            wait_all(works, partial(self._begin_long_wait, works, needs, long), self._links.abandon)
         except BaseException as error:
             keep_group(self._group)
             if isinstance(error, RuntimeError):
@@ -299,6 +311,16 @@ class GlooTransport:
             raise
         finally:
             agreement.is_waiting = False
+            if long:
+                agreement.waits.end(long.pop())
+
+    def _begin_long_wait(self, works: list[Any], needs: Needs, long: list[Wait]) -> Callable[[], None]:
+        """Say what this rank waits for, and return the check for failures."""
+        agreement = self._links.agreement
+        assert agreement is not None
+        announced = works.announced if isinstance(works, Works) else None
+        long.append(agreement.waits.begin(needs or [agreement.need(self._peers, announced)]))
+        return self._links.poll_failures()
 
 
 def sum_in_rank_order(parts: list[Tensor], into: Tensor, scale: float, accumulate: bool) -> None:

@@ -10,15 +10,19 @@ import contextlib
 import itertools
 import threading
 import time
+import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    from shardwell.parallel.agreement import Agreement
 
 _numbers = itertools.count(1)  # of the waits of this process
 
 
 class Need(NamedTuple):
-    """What a wait needs of some ranks: that each has come as far as `at` in `key`."""
+    """One need of a wait: that some ranks have come as far as `at` in `key`."""
 
     ranks: Sequence[int]  # without the rank that waits
     key: str
@@ -54,22 +58,38 @@ class Waits:
     """The waits of one engine on this rank, and the messages that it has begun to send and to receive."""
 
     def __init__(self) -> None:
-        self.current: Wait | None = None
         self.messages: dict[str, float] = {}  # by channel
+        self.groups: list[weakref.ref[Agreement]] = []  # the agreements of some of the engine's ranks
+        self._begun: list[Wait] = []  # each inside of the one before
         self._thread = threading.get_ident()
+
+    @property
+    def current(self) -> Wait | None:
+        """Return the wait that this rank is in."""
+        begun = self._begun[-1:]  # another thread may ask
+        return begun[0] if begun else None
+
+    def begin(self, needs: Needs, expected: str = "") -> Wait:
+        """Say what this rank waits for. A wait in a thread beside the engine's says nothing of the rank."""
+        wait = Wait(needs, expected)
+        is_own = threading.get_ident() == self._thread
+        if is_own or isinstance(threading.current_thread(), threading._DummyThread):  # autograd's are dummies
+            self._begun.append(wait)
+        return wait
+
+    def end(self, wait: Wait) -> None:
+        """Say that a wait that `begin` returned is over."""
+        if wait in self._begun:
+            self._begun.remove(wait)
 
     @contextlib.contextmanager
     def during(self, needs: Needs, expected: str = "") -> Iterator[None]:
-        """Say what this rank waits for, inside. A wait in a thread beside the engine's says nothing of the rank."""
-        own = threading.get_ident() == self._thread
-        if not own and not isinstance(threading.current_thread(), threading._DummyThread):  # autograd's are dummies
-            yield
-            return
-        before, self.current = self.current, Wait(needs, expected)
+        """Say what this rank waits for, inside."""
+        wait = self.begin(needs, expected)
         try:
             yield
         finally:
-            self.current = before
+            self.end(wait)
 
 
 def _compact(ranks: Sequence[int]) -> dict[str, list[int]] | list[int]:
