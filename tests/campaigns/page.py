@@ -26,6 +26,7 @@ WORDS = {
     "io_faults": "calls on files that fail, in saves, loads and steps with states on disk",
     "memory_limits": "jobs whose memory is limited by a control group",
     "ranks_that_differ": "jobs of which one rank differs in one thing",
+    "stage_faults": "pipelines of which one rank fails or diverges at an operation, with restarts in other layouts",
     "strangers": "jobs on two hosts under attack by a third",
 }
 
