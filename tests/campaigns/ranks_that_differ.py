@@ -148,8 +148,9 @@ def play(rng: random.Random) -> dict[str, Any]:
         files = [Path(folder, str(rank)) for rank in range(size)]
         answers = [json.loads(file.read_text()) if file.exists() else None for file in files]
     case = {"name": name, "ranks": size, "odd": odd, "stage": stage}
-    is_lost = f"rank {odd} is gone"  # it ended at its error, and the store with it, before the others could read more
-    words = (word, is_lost) if name == "broken" and odd == 0 else (word,)
+    # It ended at its error, and the store with it, before the others could read more.
+    is_lost = (f"rank {odd} is gone", "gone: the process that holds it (rank 0's, or the launcher's) has ended")
+    words = (word, *is_lost) if name == "broken" and odd == 0 else (word,)
     return {**case, "outcome": _judged(answers, words, name, is_over=is_over), "answers": answers}
 
 

@@ -269,7 +269,8 @@ def campaign(count: int, seed: int, seconds: float) -> Result:
         found = play(random.Random(f"{seed} {number}"))
         good = found["outcome"].partition(",")[0] in ("told", "unharmed")
         result.count(found["outcome"], "" if good else f"seed {seed}, number {number}: {found}")
-        result.figures[f"{found['kind']} at {found['operation'][1]} in {found['layout']['schedule']}"] += 1
+        result.figures[f"jobs whose rank {found['kind']}"] += 1
+        result.figures[f"jobs in {found['layout']['schedule']}"] += 1
         if found["kind"] != "diverges":
             result.took(f"rank {found['kind']}", found["seconds"])
     result.seconds = round(time.monotonic() - begin, 1)
