@@ -169,6 +169,18 @@ def test_tokens_of_an_earlier_run_that_are_damaged_are_refused(tmp_path: Path, w
     shutil.rmtree(tmp_path)
 
 
+@pytest.mark.parametrize("name", ["tokens", "trained", "starts", "rows"])
+def test_tokens_that_are_cut_off_while_they_are_read_are_an_error(tmp_path: Path, name: str) -> None:
+    """Without the check a row far behind the end would kill the process by SIGBUS."""
+    for array, content in pack([Document([7] * 3, [True] * 3, True)] * 9000, 3, packing=False).items():
+        np.save(tmp_path / f"{array}.npy", content)
+    rows = opened(tmp_path, 3, 0)
+    assert rows[8999]["input_ids"].tolist() == [7, 7, 7]
+    os.truncate(tmp_path / f"{name}.npy", 256)
+    with pytest.raises(ShardwellError, match=f"{name}.npy became shorter while it was read"):
+        rows[8999]
+
+
 def test_a_recipe_in_json_may_have_what_configurations_may(tmp_path: Path) -> None:
     (tmp_path / "a.json").write_text('{"new_model": {"model_type": "llama"}, /* here */ "data": ["."], "steps": 3,}')
     assert read_recipe(str(tmp_path / "a.json"), {}).steps == 3

@@ -72,6 +72,7 @@ class Rows(Dataset[dict[str, Tensor]]):
         return len(self._rows)
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
+        self._check_files()
         begin, end = (int(place) for place in self._rows[index])
         used = end - begin
         tokens = np.full(self._length, self._pad, dtype=np.int64)
@@ -88,6 +89,14 @@ class Rows(Dataset[dict[str, Tensor]]):
             "position_ids": torch.from_numpy(positions),
             "labels": torch.from_numpy(labels),
         }
+
+    def _check_files(self) -> None:
+        """Raise if a file became shorter since it was mapped: a process that reads behind its end is killed."""
+        for one in (self._tokens, self._trained, self._starts, self._rows):
+            if isinstance(one, np.memmap) and os.stat(str(one.filename)).st_size < one.offset + one.nbytes:
+                raise ShardwellError(
+                    f"{one.filename} became shorter while it was read; delete its folder, and run again"
+                )
 
 
 def prepare(
