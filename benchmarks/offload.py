@@ -56,10 +56,12 @@ class Passes:
         return self.runs(f"{size}-{what}-{variant}", spec, self.args.limit or SIZES[size].limit)
 
 
-def measure_size(size: str, names: Sequence[str], passes: Passes, rounds: int, console: Console) -> dict[str, Any]:
+def measure_size(size: str, names: Sequence[str], passes: Passes, console: Console) -> dict[str, Any]:
     """The floor and all variants of one size, with every ratio."""
-    floor: dict[str, Any] = {"error": None}
-    if rounds:
+    rounds, floor = passes.args.rounds, dict[str, Any](error=None)
+    if passes.args.without_floor:
+        floor["error"] = "not measured"
+    elif rounds:
         console.print(f"[dim]{size}: the floor[/dim]", highlight=False)
         try:
             floor |= passes("floor", size, "shardwell2-device")
@@ -183,6 +185,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--only", type=listed(VARIANTS), default=[], metavar="NAME,...", help=", ".join(VARIANTS))
     parser.add_argument("--steps", type=int, default=0, help="timed steps per round (default 8; 13b: 4)")
     parser.add_argument("--rounds", type=int, default=1, help="interleaved rounds (default 1; 0 for a timeline only)")
+    parser.add_argument("--without-floor", action="store_true", help="do not measure the floor")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument(
         "--limit", type=float, default=0.0, help="seconds until a process is stopped (default: by size)"
@@ -208,7 +211,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "sizes": {},
     }
     for size in args.size:
-        found = measure_size(size, args.only or SIZES[size].variants, passes, args.rounds, console)
+        found = measure_size(size, args.only or SIZES[size].variants, passes, console)
         report["sizes"][size] = found
         tell(size, found, console)
     console.print(told(report), highlight=False)

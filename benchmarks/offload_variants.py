@@ -208,7 +208,8 @@ def build_shardwell(variant: Variant, workload: Workload) -> EngineSteps:
     config = shardwell_config(variant, workload)
     model = born_sharded(workload, config) if variant.born_sharded else seeded_model(workload)
     engine, *_ = shardwell.initialize(model=model, config=config)
-    return EngineSteps(engine, variant)
+    kept = engine.offload.kept
+    return EngineSteps(engine, variant, f"the state of {len(kept)} units stays on the device" if kept else None)
 
 
 def cpu_adam(model: nn.Module, workload: Workload) -> tuple[Any, str | None]:

@@ -49,8 +49,8 @@ def test_what_stays_on_the_gpu_has_the_bits_of_the_host_and_its_bytes_are_planne
     sent = ranks.run(1, trained, BELOW, stage, clip)[0]
     found = ranks.run(1, trained, OPEN, stage, clip)[0]
     assert sent["kept"] == ()
-    assert found["kept"] == tuple(f"layers.{number}" for number in range(4))
-    assert found["on the GPU"] - sent["on the GPU"] == 4 * 64 * 64 * 10
+    assert found["kept"] == tuple(f"layers.{number}" for number in range(7))
+    assert found["on the GPU"] - sent["on the GPU"] == 7 * 64 * 64 * 10
     assert found["rest"][0] == found["rest"][1]
     for name, value in sent["values"].items():
         assert np.array_equal(found["values"][name], value), name

@@ -238,3 +238,29 @@ def test_compiled_models_are_planned_as_they_are_without_compilation() -> None:
 def test_more_ranks_than_a_simulation_can_list_are_refused() -> None:
     with pytest.raises(shardwell.ShardwellError, match="expected at most"):
         machine(1 << 40)
+
+
+@pytest.mark.parametrize("more", [{"moments": "8bit"}, "Adagrad", "Lion"], ids=str)
+def test_state_on_the_host_takes_nothing_of_the_device(more: Any) -> None:
+    """Whatever the optimizer: its state, and what its step computes there, are in host memory."""
+    model = decoder("small", SMALL, 1, 16, recomputes=True)
+    zero = {"zero": {"offload_optimizer": {"device": "cpu", "ratio": 1.0}}, "gradient_clipping": 1.0}
+    other = config(2, **zero)
+    if isinstance(more, str):
+        other["optimizer"] = {"type": more, "params": {"lr": 1e-4}}
+    else:
+        other["shardwell"] = more
+    adam, found = (estimate(model, one, SimulatedMachine(1e9, 1e9)).costs for one in (config(2, **zero), other))
+    for moment in ("forward device", "backward device", "step device"):
+        assert found.peaks[moment] == pytest.approx(adam.peaks[moment], rel=0.02), moment
+    assert found.copies["to host"] == pytest.approx(adam.copies["to host"], rel=0.01)
+
+
+def test_optimizers_without_a_kernel_step_in_host_memory_with_gradients_that_wait_on_the_device() -> None:
+    model = decoder("small", DecoderSizes(4, 256, 4, 512, mlp=512, gated=True), 1, 16, recomputes=True)
+    lamb = config(2, zero={"offload_optimizer": {"device": "cpu", "ratio": 1.0}})
+    lamb["optimizer"] = {"type": "Lamb", "params": {"lr": 1e-4}}
+    report = estimate(model, lamb, SimulatedMachine(1e9, 1e9))
+    gradients = 2 * report.costs.num_parameters
+    assert report.costs.peaks["step device"] - report.at_rest(Tier.DEVICE) < 1.2 * gradients
+    assert report.costs.copies["to host"] == pytest.approx(gradients, rel=0.01)

@@ -31,6 +31,12 @@ class Moment8bit:
         codes, exponents = (torch.zeros(size, dtype=torch.uint8, device=device) for size in (numel, blocks))
         return cls(codes, exponents, is_second)
 
+    @classmethod
+    def zeros_like(cls, values: Tensor, *, is_second: bool) -> Moment8bit:
+        """Return zeros for as many values, in memory of the same kind: a simulation tells kinds by tensors alone."""
+        sizes = values.numel(), cls.num_blocks(values.numel())
+        return cls(*(values.new_zeros(size, dtype=torch.uint8) for size in sizes), is_second)
+
     @staticmethod
     def num_blocks(numel: int) -> int:
         return -(-numel // BLOCK)

@@ -37,10 +37,7 @@ class HostKernel:
         """Return the state before the first step."""
         if not self.eight_bits:
             return self.make_state(master, options)
-        zeros = {
-            key: kernels.Moment8bit.zeros(master.numel(), is_second=key == _MOMENTS[1], device=master.device)
-            for key in _MOMENTS
-        }
+        zeros = {key: kernels.Moment8bit.zeros_like(master, is_second=key == _MOMENTS[1]) for key in _MOMENTS}
         return {"step": torch.tensor(0.0, device="cpu"), **zeros}
 
     def pack_state(self, state: dict[str, Any]) -> dict[str, Any]:

@@ -1,11 +1,12 @@
 """The first units, whose optimizer state stays on the device although the configuration sends it to the host.
 
 Backward brings their gradients last and the next forward needs their parameters first, so that their updates on the
-host are those that the device waits for. `initialize` knows no inputs: how long a step computes, and how much memory
-it takes, is not known. So the rule is one of bytes alone, and its two limits say what it may cost:
+host are those that the device waits for. Where gradients are clipped, all updates on the host begin when the norm is
+known, and the device waits for each that does not end within the forward of the units before it. `initialize` knows no
+inputs: how long a step computes, and how much memory it takes, is not known. So the rule is one of bytes alone:
 
-- a share of the device bytes that the states leave free, so that activations lose little;
-- a share of the trained parameters, so that most of the state is where it was asked to be.
+- a share of the device bytes that the states leave free, so that activations have the rest;
+- a share of the trained parameters: what the host updates of the others is ready when a forward comes to them.
 
 It is for those who ask for the host and nothing else: a `ratio` or a `placement` in the configuration decides instead.
 """
@@ -21,8 +22,8 @@ from shardwell.offload.budget import held_bytes
 from shardwell.sharding import EngineContext, UnitSpec
 from shardwell.sharding.model_states import ModelStates, TierPlacement
 
-ROOM = 1 / 8  # the most of the free device bytes
-MOST = 1 / 2  # the most of the trained parameters
+ROOM = 1 / 4  # the most of the free device bytes
+MOST = 7 / 8  # the most of the trained parameters
 
 
 def keeps_states(settings: Config) -> bool:

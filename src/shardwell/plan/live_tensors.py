@@ -21,6 +21,7 @@ from shardwell.plan.recording import Recording
 
 _BLOCK = 512  # bytes: CUDA's allocator rounds sizes up to a multiple of it
 _COPIES = (torch.ops.aten.copy_.default, torch.ops.aten._foreach_copy_.default)
+_TO_COPY = torch.ops.aten._to_copy.default
 
 
 class LiveTensors(TorchDispatchMode):
@@ -35,6 +36,7 @@ class LiveTensors(TorchDispatchMode):
         self.peak, self.at_peak = 0, 0  # bytes of all, and those of them that are counted here
         self.host_peak = 0  # bytes of all in host memory
         self.to_host = self.to_device = 0  # bytes of copies
+        self.copied_to_host = weakref.WeakSet[torch.UntypedStorage]()  # by `to`, which names no memory that would tell
         self.recording = recording
 
     # ------------------------------------------------------------------------------------- what the statistics tell
@@ -66,6 +68,13 @@ class LiveTensors(TorchDispatchMode):
         if func in _COPIES:
             self._note_copy(args)
         is_on_host = bool(inputs) and not any(self._device.is_on_device(one) for one in inputs)
+        if func is _TO_COPY and inputs and not is_on_host and inputs[0].untyped_storage() in self.copied_to_host:
+            self.to_host += inputs[0].nbytes
+            is_on_host = True
+        if isinstance(result, list) and args and isinstance(args[0], list) and len(args[0]) == len(result):
+            for tensor, one in zip(result, args[0], strict=True):  # for each: some may be on the host, some not
+                self._enter(tensor, not self._device.is_on_device(one))
+            return result
         for tensor in tensors_in(result):
             if tensor.is_meta:
                 self._enter(tensor, is_on_host)

@@ -21,6 +21,7 @@ from shardwell.errors import ShardwellError
 from shardwell.memory import StateKind, Tier
 from shardwell.memory.device import MemoryStats, observed_statistics
 from shardwell.memory.machine import SimulatedMachine, simulated
+from shardwell.optim.param_slices import ParamSlice
 from shardwell.parallel.grid import Grid
 from shardwell.pipeline.operations import Operation, Pass
 from shardwell.plan.fused_kernels import FusedKernels
@@ -161,6 +162,7 @@ def _measured(
         engine._context.roles.all.traffic.received = ReceivedBytes(recording)
         for unit in engine._scheduler.units:
             recording.groups[unit.name] = [(group.layout.numel, len(group.layout.slots)) for group in unit.groups]
+    tell_host_updates(engine, live)
     fuse_updates(engine)
     kernels = FusedKernels(engine._precision.autocast, has_gpus=device.has_device_memory)
     found: list[StepCosts] = []
@@ -180,6 +182,29 @@ def _measured(
     if steps > FEWEST_STEPS and found[-1].rest != found[-2].rest:
         raise ShardwellError("memory still grew in the last simulated step: the plan would be too low")
     return found[-1]
+
+
+def tell_host_updates(engine: Engine, live: LiveTensors) -> None:
+    """Tell optimizer state and gradients in host memory from those on the device: all of them are meta tensors."""
+    if engine.optimizer is None:
+        return
+    device, executor = engine._context.device, engine.optimizer.executor
+    inline: Any = getattr(executor, "device", executor)
+    for shard in (shard for shards in inline.slices.by_unit.values() for shard in shards):
+        if shard.group.spec.optimizer.tier is not Tier.DEVICE:
+            for value in inline.inner.state.get(shard.tensor, {}).values():  # made before the first step, as Adagrad's
+                if isinstance(value, Tensor) and value.is_meta:
+                    device.mark_as_host(value)
+    step_slices = inline._step_slices
+
+    def step_where_they_are(shards: list[ParamSlice], clip: Tensor | None) -> None:
+        for shard in shards:
+            gradients = shard.group.gradients.reduced.tensor
+            if gradients is not None and shard.group.spec.optimizer.tier is not Tier.DEVICE:
+                live.copied_to_host.add(gradients.untyped_storage())
+        step_slices(shards, clip)
+
+    inline._step_slices = step_where_they_are
 
 
 def fuse_updates(engine: Engine) -> None:
