@@ -12,7 +12,7 @@ from torch import Tensor
 from shardwell.memory import Device
 from shardwell.memory.machine import SimulatedMachine, simulated
 from shardwell.plan.devices import gpu, speeds_of
-from shardwell.plan.kernel_times import TimedKernels
+from shardwell.plan.kernel_times import TimedKernels, counted
 from shardwell.virtual_time.virtual_clock import VirtualClock
 
 SPEEDS = replace(speeds_of(gpu("h200")), device_memory=1.0, strided_share=0.1, kernel_seconds=0.0, launch_seconds=0.0)
@@ -60,3 +60,10 @@ def test_kernels_take_their_bytes_or_where_memory_has_another_order_their_elemen
     work: Callable[[Tensor], object], expected: float
 ) -> None:
     assert seconds(work) == pytest.approx(expected)
+
+
+def test_kernels_of_some_work_are_counted_as_plans_count_them() -> None:
+    """A product with a turned tensor writes its elements one by one; a sum of two of one order moves bytes."""
+    turned, straight = torch.empty(8, 6, device="meta").t(), torch.empty(6, 8, device="meta")
+    count = counted(lambda: (turned * straight, straight + 1, turned + turned))
+    assert (count.num_strided, count.num_bytes) == (48, 4 * 48 * 4)

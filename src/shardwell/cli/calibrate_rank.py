@@ -28,6 +28,7 @@ from shardwell.parallel.collectives import Collectives
 from shardwell.parallel.mesh import RankGroup, start_process_group
 from shardwell.parallel.traffic import TrafficStats
 from shardwell.plan.calibration import MATMUL
+from shardwell.plan.kernel_times import counted
 from shardwell.virtual_time.speeds import MatmulRates
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -120,8 +121,8 @@ def figures(probe: Probe, path: str | None) -> Iterator[tuple[str, Any, str]]:
             yield "attention_share", share, f"causal attention of {_HEADS} heads of {_HEAD_DIM}, both passes{beside}"
     memory = _memory(probe)
     yield "device_memory", memory, f"sums of two large tensors{beside}"
-    strided = _strided(probe, torch.bfloat16 if probe.on_gpu else torch.float32)
-    yield "strided_share", strided / memory, f"rotations of heads that are in another order, elements a byte{beside}"
+    strided = _strided(probe, torch.bfloat16 if probe.on_gpu else torch.float32, memory)
+    yield "strided_share", strided / memory, f"rotations of heads, both passes, elements a byte{beside}"
     small = _small_operations(probe)
     yield "launch_seconds", small, f"{_CHAIN} small products in a row, forward and backward{beside}"
     if probe.on_gpu:
@@ -208,20 +209,31 @@ def _memory(probe: Probe) -> float:
     return 12.0 * numel / probe.seconds(lambda: one + other)
 
 
-def _strided(probe: Probe, dtype: torch.dtype) -> float:
-    """Return the elements a second that kernels write which rotate and copy heads, as a decoder's attention does."""
+def _strided(probe: Probe, dtype: torch.dtype, memory: float) -> float:
+    """Return the elements a second of kernels over tensors with gaps, which plans count apart.
+
+    These are the kernels of rotary position embeddings, forward and backward. The time of the kernels among them whose
+    tensors have no gaps is taken off, by their bytes.
+    """
     length = 2048 if probe.on_gpu else 128
-    heads = probe.numbers(8 if probe.on_gpu else 1, length, _HEADS, _HEAD_DIM, dtype=dtype).transpose(1, 2)
-    angles = probe.numbers(length, _HEAD_DIM // 2, dtype=dtype)
-    first, second = heads.chunk(2, dim=-1)
+    shape = (8 if probe.on_gpu else 1, length, _HEADS, _HEAD_DIM)
+    values = [probe.numbers(*shape, dtype=dtype) for _ in range(2)]
+    angles = [probe.numbers(length, _HEAD_DIM // 2, dtype=dtype) for _ in range(2)]
+    count = counted(_rotation(*(one.to("meta") for one in (*values, *angles))))
+    seconds = probe.lasting_seconds(_rotation(*values, *angles))
+    return count.num_strided / max(seconds - count.num_bytes / memory, 0.1 * seconds)
 
-    def rotate() -> None:
-        for half in (first, second, first, second):
-            half * angles
-        torch.cat((second, first), dim=-1)
-        heads.contiguous()
 
-    return 4 * heads.numel() / probe.lasting_seconds(rotate)
+def _rotation(values: Tensor, gradient: Tensor, cos: Tensor, sin: Tensor) -> Callable[[], object]:
+    """Return the rotation of heads of shape (batch, tokens, heads, width), which attention wants before the tokens."""
+    leaf, towards = values.requires_grad_(), gradient.transpose(1, 2).contiguous()
+
+    def rotate() -> object:
+        first, second = leaf.transpose(1, 2).chunk(2, dim=-1)
+        rotated = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+        return torch.autograd.grad(rotated, leaf, towards)
+
+    return rotate
 
 
 def _small_operations(probe: Probe) -> float:

@@ -34,8 +34,8 @@ class Moment8bit:
     @classmethod
     def zeros_like(cls, values: Tensor, *, is_second: bool) -> Moment8bit:
         """Return zeros for as many values, in memory of the same kind: a simulation tells kinds by tensors alone."""
-        sizes = values.numel(), cls.num_blocks(values.numel())
-        return cls(*(values.new_zeros(size, dtype=torch.uint8) for size in sizes), is_second)
+        codes = values.new_zeros(values.numel(), dtype=torch.uint8)
+        return cls(codes, values.new_zeros(cls.num_blocks(values.numel()), dtype=torch.uint8), is_second)
 
     @staticmethod
     def num_blocks(numel: int) -> int:

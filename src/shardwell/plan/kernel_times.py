@@ -7,7 +7,8 @@ causal does half of them.
 from __future__ import annotations
 
 import functools
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -15,8 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from shardwell.memory import Device
+from shardwell.memory.machine import SimulatedMachine, simulated
 from shardwell.plan.meta_kernels import run, tensors_in
-from shardwell.virtual_time.virtual_clock import VirtualClock
 
 _COPIES = (torch.ops.aten.copy_.default, torch.ops.aten._foreach_copy_.default)
 _NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.float64: "fp64"}
@@ -27,10 +28,64 @@ _FREE = (
 _MOVING = ("cat", "stack", "clone", "_to_copy")  # beside those that compute each element by itself
 
 
+class KernelClock(Protocol):
+    """What takes the kernels of a simulation: a `VirtualClock`, or a `KernelCount`."""
+
+    def kernel(
+        self,
+        num_bytes: int,
+        flops: float = 0.0,
+        dtype: str = "bf16",
+        *,
+        is_attention: bool = False,
+        num_strided: int = 0,
+    ) -> None: ...
+
+    def touch(self, tensors: Sequence[Tensor], flops: float = 0.0, dtype: str = "bf16") -> None: ...
+
+    def host_work(self, name: str, num_bytes: int, *, out_of_place: bool = False, eight_bit: bool = False) -> None: ...
+
+
+class KernelCount:
+    """Adds up the kernels of some work on a device without giving them a time."""
+
+    def __init__(self) -> None:
+        self.num_bytes = 0  # of kernels over tensors whose elements are in one order
+        self.num_strided = 0  # elements that the others write
+
+    def kernel(
+        self,
+        num_bytes: int,
+        flops: float = 0.0,
+        dtype: str = "bf16",
+        *,
+        is_attention: bool = False,
+        num_strided: int = 0,
+    ) -> None:
+        """Count a kernel."""
+        self.num_strided += num_strided
+        self.num_bytes += 0 if num_strided else num_bytes
+
+    def touch(self, tensors: Sequence[Tensor], flops: float = 0.0, dtype: str = "bf16") -> None:
+        """Count a kernel that reads and writes tensors."""
+        self.kernel(sum(one.nbytes for one in tensors), flops, dtype)
+
+    def host_work(self, name: str, num_bytes: int, *, out_of_place: bool = False, eight_bit: bool = False) -> None:
+        """Count nothing: the host is no device."""
+
+
+def counted(work: Callable[[], object]) -> KernelCount:
+    """Return the kernels of work on meta tensors, counted as the plans of a GPU count them."""
+    count = KernelCount()
+    with simulated(SimulatedMachine(1e12, 1e12)), TimedKernels(count, Device(torch.device("meta"))):
+        work()
+    return count
+
+
 class TimedKernels(TorchDispatchMode):
     """Gives every operation on meta tensors to the clock."""
 
-    def __init__(self, clock: VirtualClock, device: Device) -> None:
+    def __init__(self, clock: KernelClock, device: Device) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._clock, self._device = clock, device
 
