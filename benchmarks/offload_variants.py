@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.contenders import Workload, fused_adamw, seeded_model, shard_all_units, why_missing
-from benchmarks.model import HUGE, LARGE, TINY, XLARGE, Decoder, DecoderConfig
+from benchmarks.model import HUGE, LARGE, NARROW, TINY, XLARGE, Decoder, DecoderConfig
 
 SOME = 1.0  # a usual norm to clip at
 NEVER = 1e3  # no gradient of these models is that long
@@ -113,6 +113,7 @@ class Size:
 
 SIZES = {
     "tiny": Size(TINY, 2),
+    "narrow": Size(NARROW, 4, ESSENTIAL),  # 200 small blocks
     "1b": Size(LARGE, 8),
     "1b-4": Size(LARGE, 4, ESSENTIAL),
     "3b": Size(XLARGE, 8, ESSENTIAL, limit=240),

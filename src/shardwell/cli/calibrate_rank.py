@@ -16,10 +16,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor
 
 from shardwell import kernels
+from shardwell.cli.calibrate_kernels import kernel_figures
 from shardwell.memory import Device, MemoryStats, TemporaryBuffers
 from shardwell.memory.local_gpus import default_device
 from shardwell.offload.cores import update_cores
@@ -27,19 +27,10 @@ from shardwell.offload.disk_queue import AioSettings, choose, measure
 from shardwell.parallel.collectives import Collectives
 from shardwell.parallel.mesh import RankGroup, start_process_group
 from shardwell.parallel.traffic import TrafficStats
-from shardwell.plan.calibration import MATMUL
-from shardwell.plan.kernel_times import counted
-from shardwell.virtual_time.speeds import MatmulRates
 
-_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 _REPEATS, _LIMIT = 5, 0.8  # of a figure: at most so many repeats, and about so many seconds
-_LONGEST = 0.3  # seconds of one matrix product, beyond which larger ones are not measured
-_ON_GPU, _ON_CPU = 1 << 28, 1 << 24  # elements of fp32 that a pass over memory reads
 _CHAIN = 200  # small operations in a row
 _LASTING = 0.15  # seconds of products in a row: a GPU that is kept busy lowers its clock
-_LONG_PRODUCT = 1e-4  # seconds from which on one is measured beside kernels that wait for memory
-_MEMORY_TIME = 0.7  # seconds of such kernels for each second of products
-_HEADS, _HEAD_DIM = 16, 128
 _STEPPED, _STEPPED_BESIDE_GPU = 1 << 22, 1 << 26  # elements of an update on the host: more than its caches hold
 _DISK_BYTES = 256 << 20
 
@@ -78,18 +69,19 @@ class Probe:
         found: list[float] = []
         began = time.perf_counter()
         for repeat in range(_REPEATS + 1):
-            if together and self.size > 1:
-                self.comm.barrier("CALIBRATE")
-            self._finish()
+            if together:
+                self.meet()
+            else:
+                self._wait_for_device()
             begin = time.perf_counter()
             work()
-            self._finish()
+            self._wait_for_device()
             if repeat:  # the first warms up
                 found.append(time.perf_counter() - begin)
             is_late = time.perf_counter() - began > _LIMIT and len(found) > 0
-            if self._slowest(float(is_late)) if together else is_late:
+            if self.slowest(float(is_late)) if together else is_late:
                 break
-        return self._slowest(min(found)) if together else min(found)
+        return self.slowest(min(found)) if together else min(found)
 
     def lasting_seconds(self, work: Callable[[], object]) -> float:
         """Return the seconds of one of many of the same in a row, which keep a GPU busy as training does."""
@@ -102,27 +94,25 @@ class Probe:
 
         return once if number == 1 else self.seconds(row) / number
 
-    def _finish(self) -> None:
+    def meet(self) -> None:
+        """Wait for the device and for the other ranks."""
+        if self.size > 1:
+            self.comm.barrier("CALIBRATE")
+        self._wait_for_device()
+
+    def _wait_for_device(self) -> None:
         if self.on_gpu:
             torch.cuda.synchronize(self.device.torch_device)
 
-    def _slowest(self, value: float) -> float:
+    def slowest(self, value: float) -> float:
+        """Return the greatest value of all ranks."""
         return value if self.size == 1 else -self.comm.all_reduce_min(-value, "CALIBRATE")
 
 
 def figures(probe: Probe, path: str | None) -> Iterator[tuple[str, Any, str]]:
     """Yield the name, the value and the origin of each figure."""
     beside = f" on each of {probe.size} ranks at once" if probe.size > 1 else ""
-    for name in ("bf16", "fp16", "fp32") if probe.on_gpu else ("bf16", "fp32"):
-        points = _matmul(probe, _DTYPES[name])
-        yield f"{MATMUL}{name}", points, f"products of square matrices and of a layer with {name}{beside}"
-        if name == ("bf16" if probe.on_gpu else "fp32"):
-            share = _attention_share(probe, _DTYPES[name], points)
-            yield "attention_share", share, f"causal attention of {_HEADS} heads of {_HEAD_DIM}, both passes{beside}"
-    memory = _memory(probe)
-    yield "device_memory", memory, f"sums of two large tensors{beside}"
-    strided = _strided(probe, torch.bfloat16 if probe.on_gpu else torch.float32, memory)
-    yield "strided_share", strided / memory, f"rotations of heads, both passes, elements a byte{beside}"
+    yield from kernel_figures(probe, beside)
     small = _small_operations(probe)
     yield "launch_seconds", small, f"{_CHAIN} small products in a row, forward and backward{beside}"
     if probe.on_gpu:
@@ -147,93 +137,6 @@ def figures(probe: Probe, path: str | None) -> Iterator[tuple[str, Any, str]]:
         yield "inside_seconds", latency, f"small all-gathers over {probe.size} ranks of this machine"
         if probe.on_gpu:
             yield "two_communicators", both / rate, "all-gathers beside reduce-scatters on a communicator of their own"
-
-
-def _matmul(probe: Probe, dtype: torch.dtype) -> list[tuple[float, float]]:
-    """Return FLOPs and FLOP/s of products, from small ones up: squares, and a layer of a model (tokens x h x 4h)."""
-    points: list[tuple[float, float]] = []
-    for size in (64, 128, 256, 512, 1024, 2048, 4096, 8192):
-        rows, inner, columns = (size, size, size) if size < 512 else (size, size, 2 * size)
-        one, other = probe.numbers(rows, inner, dtype=dtype), probe.numbers(columns, inner, dtype=dtype)
-        count = max(1, int(2e7 // (rows * inner * columns)))
-
-        def multiply(one: Tensor = one, other: Tensor = other, count: int = count) -> None:
-            for _ in range(count):
-                F.linear(one, other)
-
-        seconds = _beside_memory(probe, multiply) / count
-        flops = 2.0 * rows * inner * columns
-        points.append((flops, flops / seconds))
-        if seconds > _LONGEST:
-            break
-    return points
-
-
-def _beside_memory(probe: Probe, multiply: Callable[[], None]) -> float:
-    """Return the seconds of a product as a step has it: in turns with kernels that wait for memory.
-
-    A GPU that does nothing but multiply has a lower clock than one that trains.
-    """
-    alone = probe.lasting_seconds(multiply)
-    if not probe.on_gpu or alone < _LONG_PRODUCT:
-        return alone
-    memory = torch.ones(_ON_GPU // 4, device=probe.device.torch_device)
-    one_pass = probe.lasting_seconds(lambda: memory.neg_())
-    number = max(1, round(_MEMORY_TIME * alone / one_pass))
-
-    def turns() -> None:
-        multiply()
-        for _ in range(number):
-            memory.neg_()
-
-    return max(probe.lasting_seconds(turns) - number * one_pass, alone / 2)
-
-
-def _attention_share(probe: Probe, dtype: torch.dtype, points: list[tuple[float, float]]) -> float:
-    """Return which share of the rate of products causal attention has, forward and backward together."""
-    length = 2048 if probe.on_gpu else 128
-    shape = (4, _HEADS, length, _HEAD_DIM) if probe.on_gpu else (1, _HEADS, length, _HEAD_DIM)
-    query, key, value = (probe.numbers(*shape, dtype=dtype).requires_grad_() for _ in range(3))
-
-    def attend() -> None:
-        attended = F.scaled_dot_product_attention(query, key, value, is_causal=True)
-        torch.autograd.grad(attended, (query, key, value), attended.detach())
-
-    forward = 0.5 * 4 * shape[0] * _HEADS * length * length * _HEAD_DIM
-    return 3.5 * forward / probe.lasting_seconds(attend) / MatmulRates(tuple(points)).at(forward)
-
-
-def _memory(probe: Probe) -> float:
-    numel = _ON_GPU if probe.on_gpu else _ON_CPU
-    one, other = (torch.ones(numel, device=probe.device.torch_device) for _ in range(2))
-    return 12.0 * numel / probe.seconds(lambda: one + other)
-
-
-def _strided(probe: Probe, dtype: torch.dtype, memory: float) -> float:
-    """Return the elements a second of kernels over tensors with gaps, which plans count apart.
-
-    These are the kernels of rotary position embeddings, forward and backward. The time of the kernels among them whose
-    tensors have no gaps is taken off, by their bytes.
-    """
-    length = 2048 if probe.on_gpu else 128
-    shape = (8 if probe.on_gpu else 1, length, _HEADS, _HEAD_DIM)
-    values = [probe.numbers(*shape, dtype=dtype) for _ in range(2)]
-    angles = [probe.numbers(length, _HEAD_DIM // 2, dtype=dtype) for _ in range(2)]
-    count = counted(_rotation(*(one.to("meta") for one in (*values, *angles))))
-    seconds = probe.lasting_seconds(_rotation(*values, *angles))
-    return count.num_strided / max(seconds - count.num_bytes / memory, 0.1 * seconds)
-
-
-def _rotation(values: Tensor, gradient: Tensor, cos: Tensor, sin: Tensor) -> Callable[[], object]:
-    """Return the rotation of heads of shape (batch, tokens, heads, width), which attention wants before the tokens."""
-    leaf, towards = values.requires_grad_(), gradient.transpose(1, 2).contiguous()
-
-    def rotate() -> object:
-        first, second = leaf.transpose(1, 2).chunk(2, dim=-1)
-        rotated = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
-        return torch.autograd.grad(rotated, leaf, towards)
-
-    return rotate
 
 
 def _small_operations(probe: Probe) -> float:
