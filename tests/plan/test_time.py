@@ -235,3 +235,13 @@ def test_all_figures_have_a_source_and_a_year() -> None:
             assert 2010 <= figure.year <= 2026
         assert speeds_of(one).matmul_in("bf16").peak == one.matmul_tflops.value * 1e12
     assert all(read.value >= write.value for read, write in drives().values())
+
+
+@pytest.mark.parametrize(
+    ("case", "rate", "is_said"),
+    [("host, at once", 1e9, True), ("host, at once", 1e13, False), ("host, after the norm", 1e9, False)],
+)
+def test_a_plan_says_where_gradients_wait_on_the_device_for_a_slow_host(case: str, rate: float, is_said: bool) -> None:
+    model, config, machine = arguments(case)
+    report = estimate(model, config, replace(machine, speeds=replace(H100, host_update=rate)), verified=False)
+    assert any("2.3 GiB of them (3.1% of the device) may wait there" in note for note in report.notes) is is_said

@@ -29,7 +29,7 @@ from shardwell.sharding.spec import ReduceAt
 _NOW = -1  # more urgent than any unit
 _ALIGNMENT = 64  # bytes
 _NUM_LEAVING = 1  # gradients that may still be copied while the next unit's are computed
-_THROTTLE_SHARE = 1 / 32  # share of device memory for gradients that wait there for the host
+WAITING_SHARE = 1 / 32  # share of device memory for gradients that wait there for the host
 
 
 @dataclass
@@ -56,7 +56,7 @@ class GradientOffloader:
         )
         self._ahead = gate(max(1, num_slots - 2))  # units to copy to the host before they are updated
         self._copier = Worker("shardwell gradient copies", gate=self._ahead, turns=worker.turns)
-        self._throttle = throttle(max(2 * self.largest, int(_THROTTLE_SHARE * context.device.capacity_bytes())))
+        self._throttle = throttle(max(2 * self.largest, int(WAITING_SHARE * context.device.capacity_bytes())))
         self._slots = StagingPool(self.pinned, num_slots, self.largest)  # for the copy thread
         self._inbox = StagingPool(self.pinned, num_slots, self.largest)  # for the training loop: gradients to be added
         self._kept: dict[str, Tensor] = {}  # by unit: pinned memory for gradients that wait

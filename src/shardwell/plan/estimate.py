@@ -20,6 +20,8 @@ from shardwell.engine import Engine
 from shardwell.errors import ConfigError, NoRoomError, ShardwellError
 from shardwell.expert_parallel.layers import takes_experts
 from shardwell.memory.machine import SimulatedBlocks, SimulatedMachine
+from shardwell.memory.statistics import human
+from shardwell.offload.grad_offload import WAITING_SHARE
 from shardwell.offload.optimizer_swap import FEWEST_BUFFERS
 from shardwell.plan.axes import ranks_along
 from shardwell.plan.pipe_time import time_of_pipe
@@ -46,6 +48,7 @@ _FEWEST_BELOW = 9  # blocks: with state on host or disk all staging buffers are 
 _MOST_TRIES = 2  # to find depths of which two predict a third
 _MOST_DEPTHS = 5  # at which time is simulated before all blocks are
 _MOST_TOKENS = 1 << 32  # of a micro-batch: sizes of its tensors are numbers of 64 bits
+_SLOW_HOST = 0.05  # share of a step that waits for updates on the host, from which on gradients wait for them, too
 _NEAR = 0.0025  # share of a step by which three depths may differ from a line, for each block between them
 
 Inputs = Sequence[Any] | Mapping[str, Any]
@@ -107,6 +110,10 @@ def estimate(
     if any(takes_experts(one) for one in (model.build(1) if isinstance(model, BlockModel) else model).modules()):
         notes = [*notes, "every expert of a layer gets as many tokens as any other"]
     notes = [*notes, *(model.assumed if isinstance(model, BlockModel) else ())]
+    if time is not None and _may_wait_on_the_device(settings) and time.bounds.get("host update", 0.0) > _SLOW_HOST:
+        most = human(WAITING_SHARE * machine.device_bytes)
+        words = f"up to {most} of them ({WAITING_SHARE:.1%} of the device) may wait there beside the planned peak"
+        notes = [*notes, f"the host updates more slowly than backward makes gradients: {words}"]
     share = _active_share(model, settings, costs.num_parameters) if isinstance(model, BlockModel) else 1.0
     given = settings if isinstance(settings, dict) else {}
     return PlanReport(name, given, machine, costs, tuple(notes), time, share)
@@ -354,6 +361,12 @@ def loss_of(output: Any) -> Tensor:
 def fewest_blocks(config: Any) -> int:
     """Return the blocks from which on each more adds the same."""
     return _FEWEST_BELOW if _is_below(config) else _FEWEST
+
+
+def _may_wait_on_the_device(config: Any) -> bool:
+    """Return whether gradients for updates on the host may wait on the device: none does that waits for the norm."""
+    own = config.get("shardwell", {}) if isinstance(config, Mapping) else {}
+    return _is_below(config) and own.get("commit") != "after_norm"
 
 
 def _is_below(config: Any) -> bool:
