@@ -42,7 +42,7 @@ def plain() -> list[float]:
         nn.utils.clip_grad_norm_(trained.parameters(), 0.5)
         optimizer.step()
         optimizer.zero_grad()
-        losses.append(float(sum(parts)))
+        losses.append(sum(float(part.detach()) for part in parts))
     return losses
 
 

@@ -74,8 +74,8 @@ class WholeCopy:
             raise ShardwellError(
                 "this model cannot be copied or pickled (copy.deepcopy, AveragedModel, torch.save(model), "
                 f"multiprocessing): {self._has}. Use shardwell.utils.ExponentialMovingAverage(engine) for averages, "
-                "engine.state_dict() or engine.save_checkpoint(folder) for files, and for a second model a copy that is "
-                "made before initialize and has an initialize of its own"
+                "engine.state_dict() or engine.save_checkpoint(folder) for files, and for a second model a copy that was "
+                "made before initialize, with an initialize of its own"
             )
         module = self._module()
         assert module is not None  # which holds this object
