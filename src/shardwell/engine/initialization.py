@@ -193,7 +193,7 @@ def _cut_over_tensor_axis(model: nn.Module, settings: Config, context: EngineCon
     from shardwell.tensor_parallel.setup import PlanRequest, cut_model
 
     block = settings.tensor_parallel
-    asked = PlanRequest(block.plan, block.partition_config, block.sequence_parallel)
+    asked = PlanRequest(block.plan, block.partition_config, block.sequence_parallel, block.tp_overlap_comm)
     return cut_model(model, context.roles, asked, context.tied)
 
 

@@ -74,14 +74,14 @@ class WholeCopy:
             raise ShardwellError(
                 "this model cannot be copied or pickled (copy.deepcopy, AveragedModel, torch.save(model), "
                 f"multiprocessing): {self._has}. Use shardwell.utils.ExponentialMovingAverage(engine) for averages, "
-                "engine.state_dict() or engine.save_checkpoint(folder) for files, and for a second model a copy that was "
-                "made before initialize, with an initialize of its own"
+                "engine.state_dict() or engine.save_checkpoint(folder) for files; copy a second model before "
+                "initialize, and give it an initialize of its own"
             )
         module = self._module()
         assert module is not None  # which holds this object
         others = {name: value for name, value in vars(module).items() if not isinstance(value, WholeCopy)}
-        if hasattr(type(module), _COPY):  # which looks at the class alone
-            return type(module).__deepcopy__(module, given)
+        if (own := getattr(type(module), _COPY, None)) is not None:
+            return own(module, given)
         found = given[id(module)] = type(module).__new__(type(module))
         vars(found).update(copy.deepcopy(others, given))
         return found

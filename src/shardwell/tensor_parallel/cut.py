@@ -18,7 +18,7 @@ from shardwell.parallel import Collectives
 from shardwell.sharding.context import TiedCopies
 from shardwell.sharding.tensor_part import TensorPart, mark_part, mark_partial, part_of
 from shardwell.sharding.whole_tensor import first_values
-from shardwell.tensor_parallel import layers
+from shardwell.tensor_parallel import layers, overlap
 from shardwell.tensor_parallel.plan import blocks_of, kind_of
 from shardwell.tensor_parallel.region import CutRegion
 from shardwell.tensor_parallel.whole_modules import gather_around
@@ -187,6 +187,8 @@ class Cutter:
         layer: Any = module
         if "late_product" in vars(module):  # the cut layer calls it itself
             vars(module).pop("forward", None)
+        elif region.overlaps and issubclass(kind, layers.ColumnLinear | layers.InnerLinear | layers.ColumnConv1D):
+            layer.late_product = overlap.product
         layer.kind, layer.region, layer.full_name = type(module), region, name
         if part is not None:
             layer.sizes = [part.shape_of(index)[part.dim] for index in range(part.num_parts)]
