@@ -166,9 +166,14 @@ def product(values: Tensor, weight: Tensor, bias: Tensor | None, transposed: boo
     if values.is_meta or not torch.is_autocast_enabled(kind):  # the meta device has no autocast
         return _product(values, weight, bias, transposed, order)
     dtype = torch.get_autocast_dtype(kind)
-    cast = [one if one is None or one.dtype == torch.float64 else one.to(dtype) for one in (values, weight, bias)]
+    cast = None if bias is None else _cast(bias, dtype)
     with torch.autocast(kind, enabled=False):
-        return _product(*cast, transposed, order)  # type: ignore[arg-type]
+        return _product(_cast(values, dtype), _cast(weight, dtype), cast, transposed, order)
+
+
+def _cast(values: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return values as autocast gives them to a product."""
+    return values if values.dtype == torch.float64 else values.to(dtype)
 
 
 def _product(values: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool, order: int) -> Tensor:

@@ -116,7 +116,8 @@ class CutRegion:
         """Return whole sequences, whose gradients the ranks compute in parts."""
         dim = self._dims[name] = self.dim_of_tokens(values, name)
         if self.overlaps and values.requires_grad and torch.is_grad_enabled():
-            return overlap.gather(values, self.axis, dim, f"TENSOR {name}")
+            found: Tensor = overlap.gather(values, self.axis, dim, f"TENSOR {name}")
+            return found
         return functions.gather(values, self.axis, dim, f"TENSOR {name}", sums=True)
 
     def dim_of_tokens(self, values: Tensor, name: str) -> int:
