@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.overrides import handle_torch_function, has_torch_function_unary
 
 from shardwell.errors import ShardwellError
 from shardwell.tensor_parallel import overlap
@@ -32,9 +33,21 @@ def product(layer: Any, values: Tensor, bias: Tensor | None, *, transposed: bool
 
     That is so in a pipeline with the schedule zb-h1, and where the input's gradient is summed meanwhile (`overlap.py`).
     """
-    late = layer.__dict__.get("late_product")
-    found: Tensor | None = None if late is None else late(values, layer.weight, bias, transposed)
-    return F.linear(values, layer.weight.t() if transposed else layer.weight, bias) if found is None else found
+    late, weight = layer.__dict__.get("late_product"), layer.weight
+    if late is None:
+        return F.linear(values, weight.t() if transposed else weight, bias)
+    if has_torch_function_unary(values):  # somebody looks, and must see what he would see of `F.linear`
+        seen = values, weight.t() if transposed else weight, bias
+        return handle_torch_function(linear, (values,), *seen, late, weight, transposed)  # type: ignore[no-any-return]
+    return linear(values, weight, bias, late, weight, transposed)
+
+
+def linear(
+    values: Tensor, seen: Tensor, bias: Tensor | None, late: Any, weight: nn.Parameter, transposed: bool
+) -> Tensor:
+    """Return what `F.linear(values, seen, bias)` does, with a product whose weight's gradient may be computed late."""
+    found: Tensor | None = late(values, weight, bias, transposed)
+    return F.linear(values, weight.t() if transposed else weight, bias) if found is None else found
 
 
 class ColumnLinear(CutLayer, nn.Linear):

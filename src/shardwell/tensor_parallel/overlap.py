@@ -9,7 +9,8 @@ started and before it is waited for:
 
 Autograd runs the nodes that are ready by their sequence numbers, the highest first: products of weights get one between
 those of the start and of the wait, which begin the region. Whatever the order is, the numbers are the same: a sum is
-waited for before its result is read, and a weight's gradient is computed when its node runs.
+waited for before its result is read, and a weight's gradient is computed when its node runs. In a backward that is
+differentiated again (`create_graph`) sums are waited for where they are.
 """
 
 from __future__ import annotations
@@ -20,10 +21,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
-from torch.autograd.function import once_differentiable
 
 from shardwell.parallel import Work
 from shardwell.parallel.model_axis import ModelAxis
+from shardwell.tensor_parallel import functions
 
 _ORDER = "_shardwell_order"  # an attribute of what begins a region: the sequence number of its products of weights
 
@@ -50,7 +51,6 @@ class _Wait(Function):
         return values.detach()
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         ctx.flight.finish()
         return grad, None
@@ -65,8 +65,9 @@ class _StartSum(Function):
         return values.detach()
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        if torch.is_grad_enabled():
+            return functions.leave(grad, ctx.axis, ctx.token), None, None, None
         total = grad.clone(memory_format=torch.contiguous_format)  # other nodes may hold the same gradient
         ctx.flight.work = ctx.axis.start_all_reduce(total, ctx.token)
         return total, None, None, None
@@ -81,8 +82,9 @@ class _Gather(Function):
         return axis.all_gather(values, dim, token)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        if torch.is_grad_enabled():
+            return functions.scatter(grad, ctx.axis, ctx.dim, ctx.token, sums=True), None, None, None, None
         total, ctx.flight.work = ctx.axis.start_reduce_scatter(grad, ctx.dim, ctx.token)
         return total, None, None, None, None
 
@@ -103,11 +105,14 @@ class _LateWeight(Function):
         return weight.detach()
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, _: Tensor) -> tuple[Any, ...]:
-        (inputs, grad), ctx.kept.values = ctx.kept.values, None
-        left, right = inputs.reshape(-1, inputs.shape[-1]), grad.reshape(-1, grad.shape[-1])
-        return left.t() @ right if ctx.transposed else right.t() @ left, None, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        kept, ctx.kept.values = ctx.kept.values, None
+        is_empty = not any(grad.stride())  # as what `_Product` returns; a second backward brings a gradient, too
+        if kept is None:
+            return grad, None, None
+        inputs, of_outputs = (one.reshape(-1, one.shape[-1]) for one in kept)
+        found = inputs.t() @ of_outputs if ctx.transposed else of_outputs.t() @ inputs
+        return found if is_empty else found + grad, None, None
 
 
 class _Product(Function):
@@ -120,7 +125,6 @@ class _Product(Function):
         return F.linear(values, weight.t() if transposed else weight, bias)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         values, weight = ctx.saved_tensors
         ctx.kept.values = values, grad

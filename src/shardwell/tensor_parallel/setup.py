@@ -123,7 +123,8 @@ def cut_model(model: nn.Module, roles: MeshRoles, asked: PlanRequest, tied: Tied
 
 def _split_over(model: nn.Module, cutter: Cutter, region: CutRegion) -> list[Any]:
     """Split sequences between the blocks that are cut, and gather them where modules need all tokens."""
-    modules, gathering, hooks = dict(model.named_modules()), cutter.gathering(), []
+    modules = dict(model.named_modules(remove_duplicate=False))
+    gathering, hooks = cutter.gathering(), list[Any]()
     whole = [*cutter.closed(), *uncut_mixers(modules, cutter.blocks, cutter.plan)]
     for name in gathering:
         hooks += gather_before(name, modules[name], region)
