@@ -253,16 +253,23 @@ class Cutter:
         names = sorted(name for name, parameter in parameters.items() if id(parameter) in tied.names)
         dims = [-1 if (part := part_of(parameters[name])) is None else part.dim for name in names]
         for name, dim, other in zip(names, dims, self._dims_elsewhere(dims, tied.comm), strict=True):
-            weight = parameters[name]
-            users = [(at, one) for at, one in self.model.named_modules() if getattr(one, "weight", None) is weight]
-            at, module = next((user for user in users if not getattr(user[1], "is_elsewhere", False)), users[0])
             if dim == -1 and other >= 0:
-                self._follow(at, module, other)
+                self._follow(*self._user_of(name, parameters[name]), other)
             elif dim != other and other >= 0:
                 raise ShardwellError(
                     f"tensor_parallel.plan: '{name}' is shared by layers of two pipeline stages that cut it along dims "
                     f"{dim} and {other}"
                 )
+
+    def _user_of(self, name: str, weight: nn.Parameter) -> tuple[str, nn.Module]:
+        """Return the layer of this stage that has a copied weight, with its name."""
+        users = [(at, one) for at, one in self.model.named_modules() if getattr(one, "weight", None) is weight]
+        if not users:
+            raise ShardwellError(
+                f"tensor_parallel.plan: '{name}' is shared with another pipeline stage, which cuts it, and is not the "
+                "weight of a layer of this one: name both layers in the plan"
+            )
+        return next((user for user in users if not getattr(user[1], "is_elsewhere", False)), users[0])
 
     def _dims_elsewhere(self, dims: list[int], comm: Collectives) -> list[int]:
         """Return along which dimensions the copies on the other stage are cut; -1: they are not."""

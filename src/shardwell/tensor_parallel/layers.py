@@ -38,7 +38,7 @@ def product(layer: Any, values: Tensor, bias: Tensor | None, *, transposed: bool
         return F.linear(values, weight.t() if transposed else weight, bias)
     if has_torch_function_unary(values):  # somebody looks, and must see what he would see of `F.linear`
         seen = values, weight.t() if transposed else weight, bias
-        return handle_torch_function(linear, (values,), *seen, late, weight, transposed)  # type: ignore[no-any-return]
+        return handle_torch_function(linear, (values,), *seen, late, weight, transposed)
     return linear(values, weight, bias, late, weight, transposed)
 
 
