@@ -44,9 +44,14 @@ class Quiet:
         self.signs, self.rank, self.size, self.time_limit = signs, rank, len(signs), 0.0
         self.whole = self.failures = self.tokens = self.waits = self
         self.current, self.last = signs[rank].wait, ""
+        self.num_asked, self.looker = 0, rank
 
     def sign_of(self, rank: int) -> Heartbeat:
+        self.num_asked += 1
         return self.signs[rank]
+
+    def is_first(self, what: str) -> bool:
+        return self.looker == self.rank
 
     def check(self) -> None:
         pass
@@ -108,6 +113,31 @@ def test_a_rank_that_waits_for_a_circle_and_for_a_slow_rank_waits() -> None:
     signs[5] = Heartbeat(0, "", 0.0, beat=10, wait=Wait([Need([0, 4], "1 ", 3, "for")], "", 105))
     assert look_twice(signs, changed(signs, beats=2), 5) == ""
     assert "they wait for each other" in look_twice(signs, changed(signs, beats=2), 0)
+
+
+def many() -> dict[int, Heartbeat]:
+    """1,024 ranks in two groups: rank 0 waits for a message of 512, that for one of 1, all others for these two."""
+    messages = {0: ("1 512 sends", 512), 512: ("1 1 sends", 1)}
+    signs = {}
+    for rank in range(1024):
+        first = rank // 512 * 512
+        key, other = messages.get(rank, (f"1 group {first}", first))
+        need = Need([other], key, 2, "in 'GATHER a' for" if key.startswith("1 g") else "in 0F0 for a message of")
+        signs[rank] = Heartbeat(0, "", 0.0, None, beat=10, wait=Wait([need], "", 5000 + rank), positions={})
+    return signs
+
+
+def test_among_many_ranks_one_of_those_that_wait_for_the_same_looks() -> None:
+    """The others ask nothing, whatever the number of ranks is."""
+    words = look_twice(many(), changed(many(), beats=2), 700)
+    assert words.startswith(
+        "ranks diverge: they wait for each other. Rank 0 waits in 0F0 for a message of rank 512, which"
+    )
+    assert "waits in 0F0 for a message of rank 1, which waits in 'GATHER a' for rank 0." in words
+    other: Any = Quiet(many(), 701)
+    other.looker = 700
+    circles.CircleWatch(other).look()
+    assert other.num_asked == 0
 
 
 def test_what_a_rank_waits_for_is_read_as_it_was_written() -> None:

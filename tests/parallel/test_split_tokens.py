@@ -16,7 +16,7 @@ from tests.support import sequence_models
 from tests.support.models import batches, zero
 from tests.support.ranks import Ranks
 from tests.support.sequence_models import SequenceCase
-from tests.support.tensor_models import HEAD, PLAN, ROWS, WORDS, TensorCase, started
+from tests.support.tensor_models import HEAD, PLAN, ROWS, WIDTH, WORDS, TensorCase, started
 
 SPLIT = {"sequence_parallel": True}
 
@@ -61,11 +61,16 @@ def with_plan(what: str) -> None:
 
     if what == "mixed":  # in a block itself
         model.blocks[1].register_forward_pre_hook(lambda _, args: mixed(*args))
+    if what == "mean":
+        model.blocks[1].register_forward_pre_hook(lambda _, args: (args[0] * args[0].mean((0, 1)),))
+    if what == "batch norm":
+        norm = nn.BatchNorm1d(WIDTH).double()
+        model.blocks[1].register_forward_pre_hook(lambda _, args: (norm(args[0].flatten(0, 1)).view_as(args[0]),))
     if what == "around":
         model.hidden = around_blocks  # type: ignore[method-assign]
     if what == "last":
         model.hidden = lambda inputs: model.blocks[0](embedded(inputs))  # type: ignore[method-assign]
-        model.forward = lambda tokens: model.hidden(tokens[:, :-1]).mean()  # type: ignore[method-assign]
+        model.forward = lambda tokens: F.mse_loss(hidden := model.hidden(tokens[:, :-1]), hidden)  # type: ignore[method-assign]
     if what == "label":
         model.forward = forward  # type: ignore[method-assign]
     if what == "hidden":
@@ -112,6 +117,8 @@ REFUSALS = {
     "mixed": "tensor_parallel.sequence_parallel: scaled_dot_product_attention runs over 4 tokens between cut layers",
     "around": "'blocks.0.attention' got hidden states of 8 tokens, which were not split",
     "last": "the forward ended with sequences that are split",
+    "mean": "tensor_parallel.sequence_parallel: mean runs over 4 tokens between cut layers",
+    "batch norm": "tensor_parallel.sequence_parallel: batch_norm runs over 4 tokens between cut layers",
     "hidden": "output_hidden_states asks for the hidden states between blocks",
     "label": "target 48 is out of range: the vocabulary has 29 words",
     "word": "embed: word 48 is out of range: the vocabulary has 29 words",

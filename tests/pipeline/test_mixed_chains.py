@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.support.mixture_legs import Leg, alone, run_chain
+from tests.support.mixture_legs import Leg, alone, read_alone, run_chain, run_leg
 from tests.support.ranks import Ranks
 
 # Of the largest element. Norms and routers of Transformers compute in fp32, and Adam's first step makes much of little;
@@ -34,9 +34,33 @@ def all_chains(folder: str) -> list[dict[str, Tensor]]:
 def test_chains_over_expert_sequence_tensor_and_pipe_axes_follow_one_process(ranks: Ranks, tmp_path: Path) -> None:
     answers = ranks.run(4, all_chains, str(tmp_path))
     for number, chain in enumerate(CHAINS):
-        expected = alone(chain)
-        held = {name: torch.as_tensor(value) for name, value in answers[3][number].items()}
-        assert held.keys() == expected.keys()
-        for name, value in expected.items():
-            difference = (held[name] - value).abs().max() / value.abs().max()
-            assert difference < FURTHEST, f"chain {number}: {name} differs by {difference}"
+        check(answers[3][number], chain, f"chain {number}")
+
+
+def check(found: dict[str, Tensor], chain: list[Leg], words: str) -> None:
+    expected = alone(chain)
+    held = {name: torch.as_tensor(value) for name, value in found.items()}
+    assert held.keys() == expected.keys()
+    for name, value in expected.items():
+        difference = (held[name] - value).abs().max() / value.abs().max()
+        assert difference < FURTHEST, f"{words}: {name} differs by {difference}"
+
+
+SIZES = [
+    (4, EXPERT),
+    (4, TENSOR),
+    (2, Leg(2, sequence=2)),
+    (1, Leg(1)),
+    (2, Leg(3, sequence=2)),
+    (4, TENSOR),
+    (4, EXPERT),
+]
+
+
+@pytest.mark.slow
+def test_a_chain_from_four_ranks_to_one_and_back_follows_one_process(ranks: Ranks, tmp_path: Path) -> None:
+    at, chain = "", [leg for _, leg in SIZES]
+    for number, (size, leg) in enumerate(SIZES):
+        at = ranks.run(size, run_leg, leg, number, at, "own", str(tmp_path))[0]
+    for found in ranks.run(2, read_alone, at, len(chain)):
+        check(found, chain, "to one rank and back")

@@ -56,3 +56,31 @@ def test_the_copies_of_a_tied_weight_are_cut_alike(ranks: Ranks) -> None:
             for name, value in values.items():
                 want = expected.get(name, expected["tokens.weight"])
                 assert (torch.as_tensor(value) - want).abs().max() < 1e-10, f"{case}: {name}"
+
+
+def with_shared_block() -> torch.nn.Module:
+    torch.manual_seed(0)
+    model = Decoder().double()
+    model.blocks[2] = model.blocks[0]  # on the other stage
+    return model
+
+
+def trained_with_shared_block() -> dict[str, Any]:
+    model = shardwell.pipeline.split(with_shared_block(), loss_fn=next_token_loss)
+    tensor = {"autotp_size": 2, "plan": BLOCKS}
+    engine: Any = shardwell.initialize(model=model, config=pipeline_config(1, "1f1b", tensor_parallel=tensor)).engine
+    batches = stream(STEPS, engine.data_rank)
+    for _ in range(STEPS):
+        engine.train_batch(batches)
+    found: dict[str, Any] = engine.state_dict()
+    engine.destroy()
+    return found
+
+
+def test_a_block_that_two_stages_share_is_cut_on_both(ranks: Ranks) -> None:
+    expected = plain(with_shared_block(), STEPS, data_size=1)["parameters"]
+    answers = ranks.run(4, trained_with_shared_block)
+    assert {name for values in answers for name in values} >= set(expected)
+    for values in answers:
+        for name in expected.keys() & values.keys():
+            assert (torch.as_tensor(values[name]) - expected[name]).abs().max() < 1e-10, name

@@ -120,28 +120,38 @@ def states_of(engine: Any) -> dict[str, Tensor]:
     return found
 
 
+def run_leg(leg: Leg, number: int, at: str, kind: str, folder: str) -> str:
+    """Load what is there, train a step and save; return the path at which the checkpoint goes to the next leg."""
+    engine = engine_of(leg, number)
+    if at and kind == "hf":
+        engine.load_model(at)
+    elif at:
+        engine.load_checkpoint(at, strict=True)
+    train_step(engine, leg, number)
+    path = str(Path(folder) / f"{number}")
+    engine.save_checkpoint(path)
+    engine.finish_saving()
+    dist.barrier()
+    engine.destroy(whole=False)
+    return handed_on(path, leg.hands_on)
+
+
+def read_alone(at: str, number: int) -> dict[str, Tensor]:
+    """Return what an engine without axes reads."""
+    engine = engine_of(Leg(3), number)
+    engine.load_checkpoint(at, strict=True)
+    found = states_of(engine)
+    engine.destroy()
+    return found
+
+
 def run_chain(legs: list[Leg], folder: Path) -> dict[str, Tensor]:
     """Train a step in each layout after the other; return what an engine without axes reads at the end."""
     folder.mkdir(exist_ok=True)
     at, kind = "", "own"
     for number, leg in enumerate(legs):
-        engine = engine_of(leg, number)
-        if at and kind == "hf":
-            engine.load_model(at)
-        elif at:
-            engine.load_checkpoint(at, strict=True)
-        train_step(engine, leg, number)
-        at, kind = str(folder / f"{number}"), leg.hands_on
-        engine.save_checkpoint(at)
-        engine.finish_saving()
-        dist.barrier()
-        engine.destroy(whole=False)
-        at = handed_on(at, kind)
-    engine = engine_of(Leg(3), len(legs))
-    engine.load_checkpoint(at, strict=True)
-    found = states_of(engine)
-    engine.destroy()
-    return found
+        at, kind = run_leg(leg, number, at, kind, str(folder)), leg.hands_on
+    return read_alone(at, len(legs))
 
 
 def alone(legs: list[Leg]) -> dict[str, Tensor]:

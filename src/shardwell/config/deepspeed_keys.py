@@ -200,7 +200,6 @@ _INERT |= {
     "pipeline.pipe_partitioned": Inert("with tensor parallelism, sequence_parallel splits activations"),
     "pipeline.grad_partitioned": Inert("with tensor parallelism, sequence_parallel splits activations"),
     "tensor_parallel.enabled": Inert("autotp_size turns tensor parallelism on"),
-    "tensor_parallel.tp_overlap_comm": Inert("sums over the tensor axis are waited for where they are", "flag", False),
     "tensor_parallel.dtype": Inert("the bf16 and fp16 blocks say what is computed in"),
     "tensor_parallel.keep_module_on_host": Inert("the model stays where it is until it is cut"),
     "tensor_parallel.vocab_parallel_lm_head": Inert("the plan says how the last layer is cut"),

@@ -271,6 +271,10 @@ class TensorParallelConfig(ConfigBlock):
     sequence_parallel: Flag = Field(
         default=False, description="Split activations between cut layers over the same ranks, along the sequence."
     )
+    tp_overlap_comm: Flag = Field(
+        default=False,
+        description="Sum gradients of inputs of cut layers beside the products of their weights' gradients.",
+    )
 
     @property
     def size(self) -> int:

@@ -161,7 +161,7 @@ def initialize(
         factory = factory_for(optimizer, model, model_parameters, block, home, named)
         engine = _engine(engine_class, model, settings, factory, context)
         engine._teardown.cut, engine._teardown.sequences = experts or cut, sequences
-        if engine._teardown.cut is not None or plan is not None:
+        if engine._teardown.cut is not None or plan is not None or sequences is not None:
             save_whole_models(model, is_stage=plan is not None)
         if plan is not None and isinstance(engine, PipelinedEngine):
             engine.use_pipeline(plan)
@@ -193,7 +193,7 @@ def _cut_over_tensor_axis(model: nn.Module, settings: Config, context: EngineCon
     from shardwell.tensor_parallel.setup import PlanRequest, cut_model
 
     block = settings.tensor_parallel
-    asked = PlanRequest(block.plan, block.partition_config, block.sequence_parallel)
+    asked = PlanRequest(block.plan, block.partition_config, block.sequence_parallel, block.tp_overlap_comm)
     return cut_model(model, context.roles, asked, context.tied)
 
 

@@ -93,6 +93,12 @@ class PipelinedEngine(Engine):
     def schedule(self) -> Schedule:
         """The operations of all ranks of the pipeline in one step."""
         if self._schedule is not None:
+            given, steps = self._schedule.num_micro_batches, self.gradient_accumulation_steps()
+            if given != steps:
+                raise ShardwellError(
+                    f"the schedule that use_schedule was given has {given} micro-batches, and a step has {steps} since "
+                    "gradient_accumulation_steps was changed: give it a schedule of as many"
+                )
             return self._schedule
         block = self.settings.pipeline
         return _made(block.schedule, self._plan.num_ranks, self.gradient_accumulation_steps(), block.chunks)

@@ -75,6 +75,7 @@ class Teardown:
             self._give_back(optimizer, None)
             if self.cut is not None:
                 self.cut.undo()
+            if self.cut is not None or self.sequences is not None:
                 save_as_before(self.model)
         else:
             if self.context.roles.agreement.failures.has_failed:
@@ -99,6 +100,8 @@ class Teardown:
             )
         if optimizer is not None:
             optimizer.executor.stop_watching()
+        if self.sequences is not None and self.cut is None:
+            save_as_before(self.model)
         self.scheduler.discard_backward()
         resharding = [group for unit in self.scheduler.units for group in unit.resharding_groups]
         is_sharded = (

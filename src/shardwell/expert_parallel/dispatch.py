@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import Function
-from torch.autograd.function import once_differentiable
 
 from shardwell.parallel.model_axis import ModelAxis
 from shardwell.parallel.traffic import TrafficKind
@@ -36,9 +35,9 @@ class _Exchange(Function):
         return axis.exchange(rows, to, of, token)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        return ctx.axis.exchange(grad, ctx.of, ctx.to, ctx.token), None, None, None, None
+        found = _Exchange.apply(grad, ctx.axis, ctx.of, ctx.to, ctx.token)  # type: ignore[no-untyped-call]
+        return found, None, None, None, None
 
 
 def route(axis: ModelAxis, experts: Tensor, num_experts: int, name: str) -> TokenRoute:

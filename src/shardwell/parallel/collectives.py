@@ -33,7 +33,7 @@ from shardwell.parallel.replicated import ReplicatedTransport
 from shardwell.parallel.simulated_moves import simulate_control, simulate_move
 from shardwell.parallel.torch_transport import SingleRankTransport, TorchTransport
 from shardwell.parallel.traffic import BETWEEN, INSIDE, TrafficKind, TrafficReport, TrafficStats
-from shardwell.parallel.transport import DirectTransport, GlooTransport, Transport, Work, end_loans, lend
+from shardwell.parallel.transport import DirectTransport, GlooTransport, Transport, Work, Works, end_loans, lend
 
 MANY_RANKS = 64  # from which on ranks compare tokens by collectives: one process holds the store, and serves them all
 _MOST_TOKENS = 1 << 14  # with sizes, that are cached
@@ -378,6 +378,20 @@ class Collectives:
     def complete(self, collective: Callable[..., Any], *args: Any) -> None:
         """Run a collective of torch.distributed that was announced: the host waits with gloo, else the stream."""
         self._complete(collective, *args)
+
+    def start(self, collective: Callable[..., Any], *args: Any) -> Work:
+        """Start a collective of torch.distributed that was announced; its tensors are read when it is waited for."""
+        if self.rank_group.is_simulated:
+            simulate_move(collective, args, self.rank_group)
+            return Work()
+        works = Works()
+        if self.links.agreement is not None:
+            works.announced = self.links.agreement.tokens.progress, self.links.agreement.tokens.last
+        try:
+            works.append(collective(*args, group=self.rank_group.group, async_op=True))
+        except RuntimeError as error:
+            self.links.raise_cause(error)
+        return Work(partial(self.direct.wait, works), end_loans)
 
     def count_message(self, num_bytes: int, source: int, kind: TrafficKind) -> None:
         """Count a message from one global rank of the group."""

@@ -1,6 +1,7 @@
 """Collectives over an axis inside of the model: sums, all-gathers and exchanges of activations and their gradients.
 
-They are on the path of forward and backward, so they run on the current stream, and nothing overlaps them.
+They are on the path of forward and backward, so they run on the current stream, and nothing overlaps them but what the
+caller does between the start of a sum and the wait for it.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from shardwell.parallel.collectives import Collectives
 from shardwell.parallel.traffic import TrafficKind
+from shardwell.parallel.transport import Work
 
 
 class ModelAxis:
@@ -29,6 +31,12 @@ class ModelAxis:
         self.comm.begin(token, self.kind, num_bytes)
         self.comm.complete(dist.all_reduce, values)
         return values
+
+    def start_all_reduce(self, values: Tensor, token: str) -> Work:
+        """Start to sum `values`, which are contiguous, over the axis, in place; the bits are those of `all_reduce`."""
+        num_bytes = 2 * -(-values.numel() // self.size) * values.element_size()
+        self.comm.begin(token, self.kind, num_bytes)
+        return self.comm.start(dist.all_reduce, values)
 
     def all_reduce_max(self, values: Tensor, token: str) -> Tensor:
         """Replace `values`, which are contiguous, by the largest of the axis, in place."""
@@ -51,15 +59,19 @@ class ModelAxis:
 
     def reduce_scatter(self, values: Tensor, dim: int, token: str) -> Tensor:
         """Return this rank's part, along a dimension that the ranks divide, of the sum of `values` over the axis."""
+        into, work = self.start_reduce_scatter(values, dim, token)
+        work.wait()
+        return into
+
+    def start_reduce_scatter(self, values: Tensor, dim: int, token: str) -> tuple[Tensor, Work]:
+        """Start it; return what this rank's part will be in, and the work to wait for."""
         parts = torch.stack(values.chunk(self.size, dim))
         into = torch.empty_like(parts[0])
         self.comm.begin(token, self.kind, into.nbytes)
         if self.comm.host_drives_progress:
-            self.comm.direct.reduce_scatter(parts.view(-1), into.view(-1), 1.0, False).wait()
-        else:
-            scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-            self.comm.complete(scatter, into.view(-1), parts.view(-1))
-        return into
+            return into, self.comm.direct.reduce_scatter(parts.view(-1), into.view(-1), 1.0, False)
+        scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+        return into, self.comm.start(scatter, into.view(-1), parts.view(-1))
 
     def all_to_all(self, sent: Tensor, token: str, kind: TrafficKind | None = None) -> Tensor:
         """Send the r-th of equal parts of `sent` along dimension 0 to rank r; return what the ranks sent, in order."""

@@ -89,14 +89,19 @@ def _is_linear(module: nn.Module) -> bool:
 
 def _late_forward(module: Any, inputs: Tensor) -> Tensor:
     """Run a linear layer whose weight gradient may be computed late."""
-    found: Tensor | None = module.late_product(inputs, module.weight, type(module) is not nn.Linear)
-    if found is None:
-        return type(module).forward(module, inputs)  # type: ignore[no-any-return]
-    return found if module.bias is None else found + module.bias.to(found.dtype)
+    found: Tensor | None = module.late_product(inputs, module.weight, module.bias, type(module) is not nn.Linear)
+    return type(module).forward(module, inputs) if found is None else found
 
 
-def _late_product(late: LateWeights, inputs: Tensor, weight: nn.Parameter, transposed: bool) -> Tensor | None:
-    """Return the product with a weight whose gradient may be computed late; None if it gets no gradient."""
+def _late_product(
+    late: LateWeights, inputs: Tensor, weight: nn.Parameter, bias: Tensor | None, transposed: bool
+) -> Tensor | None:
+    """Return what a linear layer computes whose weight's gradient may be late; None if the weight gets no gradient."""
+    found = _product(late, inputs, weight, transposed)
+    return found if found is None or bias is None else found + bias.to(found.dtype)
+
+
+def _product(late: LateWeights, inputs: Tensor, weight: nn.Parameter, transposed: bool) -> Tensor | None:
     if not (torch.is_grad_enabled() and weight.requires_grad and isinstance(weight, nn.Parameter)):
         return None
     compute: Tensor = weight

@@ -3,7 +3,8 @@
 Attention, convolutions and recurrent layers that see a part of a sequence compute other numbers, and nothing is raised.
 So the first forwards are searched for operations of torch that pass values along a sequence: one over as many tokens
 as a rank has is an error. Products of two activations with tokens on both sides count, as scores of attention that is
-written out. Sums along the sequence, and functions of other libraries, are not seen.
+written out, and so do cumulative sums, sorts and the like along the dimension of tokens, and statistics of a batch.
+Sums and means of tokens count where they can be of no loss. Functions of other libraries are not seen.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from shardwell.errors import ShardwellError
@@ -20,6 +22,13 @@ from shardwell.runtime.first_forwards import FirstForwards
 
 _PRODUCTS = ("matmul", "__matmul__", "bmm", "einsum")
 _RECURRENT = ("lstm", "gru", "rnn_tanh", "rnn_relu")
+# By name, the place of the dimension among the arguments behind the tensor.
+_ALONG = {
+    **dict.fromkeys(("cumsum", "cumprod", "logcumsumexp", "softmax", "log_softmax", "sort", "argsort", "flip"), 0),
+    **dict.fromkeys(("roll", "diff"), 1),
+}
+_SUMS = ("mean", "sum", "prod", "var", "std", "amax", "amin", "max", "min")  # of all values without a dimension
+_TOKENS = 1  # the dimension of tokens in hidden states: rows, tokens, width
 _num_whole = 0  # modules and functions that run on whole sequences now
 
 
@@ -54,10 +63,13 @@ def whole_sequences() -> Iterator[None]:
 class TokenMixingCheck(FirstForwards):
     """Raises in the first forwards of a model where an operation mixes the tokens of one rank only."""
 
-    def __init__(self, num_tokens: Callable[[], int | None], words: str) -> None:
-        """`num_tokens`: how many a rank has of the sequence now; `words`: what to say of {name} and {tokens}."""
+    def __init__(self, num_tokens: Callable[[], int | None], words: str, *, sees_sums: bool = False) -> None:
+        """`num_tokens`: how many a rank has of the sequence now; `words`: what to say of {name} and {tokens}.
+
+        `sees_sums`: a sum or mean over tokens is no loss, of which each rank has its share.
+        """
         super().__init__()
-        self._num_tokens, self._words = num_tokens, words
+        self._num_tokens, self._words, self._sees_sums = num_tokens, words, sees_sums
 
     def hook(self, model: nn.Module, inside: nn.Module | None = None) -> list[Any]:
         """Look at the forwards of a model, or of one `inside` of it; return the hooks."""
@@ -65,8 +77,13 @@ class TokenMixingCheck(FirstForwards):
 
     def before(self, name: str, args: tuple[Any, ...], given: dict[str, Any]) -> None:
         """Look at an operation before it runs."""
-        tokens = None if _num_whole else _mixed_tokens(name, args, given)
-        if tokens is not None and tokens == self._num_tokens():
+        if _num_whole or (mine := self._num_tokens()) is None:
+            return
+        is_of_batch = name == "batch_norm" and (given.get("training") or (len(args) > 5 and args[5] is True))
+        tokens = mine if is_of_batch else _mixed_tokens(name, args, given)
+        if self._sees_sums and name in _SUMS and args and isinstance(args[0], Tensor):
+            tokens = _tokens_along(0, args, given)
+        if tokens == mine:
             raise ShardwellError(self._words.format(name=name.strip("_"), tokens=tokens))
 
 
@@ -86,9 +103,26 @@ def _mixed_tokens(name: str, args: tuple[Any, ...], given: dict[str, Any]) -> in
         padding = given.get("padding", args[4] if len(args) > 4 else 0)
         before = tensors[1].shape[-1] - 1 if padding in (0, (0,), "valid") else 0  # padded by the model itself
         return tensors[0].shape[-1] - before
+    if name in _ALONG and tensors and tensors[0] is args[0]:
+        return _tokens_along(_ALONG[name], args, given)
     if name in _RECURRENT and tensors and tensors[0].ndim == 3:
         return tensors[0].shape[int(args[-1] is True)]  # the last argument is `batch_first`
     return None
+
+
+def _tokens_along(place: int, args: tuple[Any, ...], given: dict[str, Any]) -> int | None:
+    """Return over how many tokens of hidden states an operation goes; its dimension is at `place` behind the tensor."""
+    values: Tensor = args[0]
+    if values.ndim != 3 or not values.is_floating_point() or (torch.is_grad_enabled() and not values.requires_grad):
+        return None  # what is detached is of no use for a loss
+    dim = given.get("dim", given.get("dims", given.get("axis", args[place + 1] if len(args) > place + 1 else ())))
+    if isinstance(dim, Tensor):  # an elementwise maximum
+        return None
+    if dim is None or dim == ():
+        return values.shape[_TOKENS]
+    dims = dim if isinstance(dim, tuple | list) else (dim,)
+    is_along = any(isinstance(one, int) and one % values.ndim == _TOKENS for one in dims)
+    return values.shape[_TOKENS] if is_along else None
 
 
 def _crossed(left: Tensor, right: Tensor, equation: str | None) -> int | None:

@@ -16,7 +16,6 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor
 from torch.autograd import Function
-from torch.autograd.function import once_differentiable
 
 from shardwell.parallel.model_axis import ModelAxis
 
@@ -30,9 +29,8 @@ class _ToHeads(Function):
         return _moved_to_heads(axis, values, token)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        return None, None, *_moved_to_tokens(ctx.axis, grads, ctx.token)
+        return None, None, *_ToTokens.apply(ctx.axis, ctx.token, *grads)  # type: ignore[no-untyped-call]
 
 
 class _ToTokens(Function):
@@ -42,9 +40,8 @@ class _ToTokens(Function):
         return _moved_to_tokens(axis, values, token)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        return None, None, *_moved_to_heads(ctx.axis, grads, ctx.token)
+        return None, None, *_ToHeads.apply(ctx.axis, ctx.token, *grads)  # type: ignore[no-untyped-call]
 
 
 def _moved_to_heads(axis: ModelAxis, values: Sequence[Tensor], token: str) -> tuple[Tensor, ...]:

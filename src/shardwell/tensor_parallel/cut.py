@@ -18,7 +18,7 @@ from shardwell.parallel import Collectives
 from shardwell.sharding.context import TiedCopies
 from shardwell.sharding.tensor_part import TensorPart, mark_part, mark_partial, part_of
 from shardwell.sharding.whole_tensor import first_values
-from shardwell.tensor_parallel import layers
+from shardwell.tensor_parallel import layers, overlap
 from shardwell.tensor_parallel.plan import blocks_of, kind_of
 from shardwell.tensor_parallel.region import CutRegion
 from shardwell.tensor_parallel.whole_modules import gather_around
@@ -187,6 +187,8 @@ class Cutter:
         layer: Any = module
         if "late_product" in vars(module):  # the cut layer calls it itself
             vars(module).pop("forward", None)
+        elif region.overlaps and issubclass(kind, layers.ColumnLinear | layers.InnerLinear | layers.ColumnConv1D):
+            layer.late_product = overlap.product
         layer.kind, layer.region, layer.full_name = type(module), region, name
         if part is not None:
             layer.sizes = [part.shape_of(index)[part.dim] for index in range(part.num_parts)]
@@ -251,16 +253,23 @@ class Cutter:
         names = sorted(name for name, parameter in parameters.items() if id(parameter) in tied.names)
         dims = [-1 if (part := part_of(parameters[name])) is None else part.dim for name in names]
         for name, dim, other in zip(names, dims, self._dims_elsewhere(dims, tied.comm), strict=True):
-            weight = parameters[name]
-            users = [(at, one) for at, one in self.model.named_modules() if getattr(one, "weight", None) is weight]
-            at, module = next((user for user in users if not getattr(user[1], "is_elsewhere", False)), users[0])
             if dim == -1 and other >= 0:
-                self._follow(at, module, other)
+                self._follow(*self._user_of(name, parameters[name]), other)
             elif dim != other and other >= 0:
                 raise ShardwellError(
                     f"tensor_parallel.plan: '{name}' is shared by layers of two pipeline stages that cut it along dims "
                     f"{dim} and {other}"
                 )
+
+    def _user_of(self, name: str, weight: nn.Parameter) -> tuple[str, nn.Module]:
+        """Return the layer of this stage that has a copied weight, with its name."""
+        users = [(at, one) for at, one in self.model.named_modules() if getattr(one, "weight", None) is weight]
+        if not users:
+            raise ShardwellError(
+                f"tensor_parallel.plan: '{name}' is shared with another pipeline stage, which cuts it, and is not the "
+                "weight of a layer of this one: name both layers in the plan"
+            )
+        return next((user for user in users if not getattr(user[1], "is_elsewhere", False)), users[0])
 
     def _dims_elsewhere(self, dims: list[int], comm: Collectives) -> list[int]:
         """Return along which dimensions the copies on the other stage are cut; -1: they are not."""

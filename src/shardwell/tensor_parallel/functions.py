@@ -10,8 +10,9 @@
     gather_last         all-gather of the last dim      this rank's part
     split_last          this rank's part of it          all-gather
 
-The forward of each takes what the backward of the one below or above it gives. What is not summed is the same on all
-ranks of the axis, or is a part of its own on each.
+The forward of each takes what the backward of the one below or above it gives, so that the backward of each is the
+forward of that one, which has a backward, too. What is not summed is the same on all ranks of the axis, or is a part of
+its own on each.
 """
 
 from __future__ import annotations
@@ -37,18 +38,21 @@ class _Enter(Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        # A copy: other nodes may hold the same gradient.
-        return ctx.axis.all_reduce(grad.clone(memory_format=torch.contiguous_format), ctx.token), None, None
+        return _Leave.apply(grad, ctx.axis, ctx.token), None, None  # type: ignore[no-untyped-call]
 
 
 class _Leave(Function):
     @staticmethod
     def forward(ctx: Any, values: Tensor, axis: ModelAxis, token: str) -> Tensor:
+        ctx.axis, ctx.token = axis, token
+        # A copy: other nodes may hold the same gradient.
         return axis.all_reduce(values.clone(memory_format=torch.contiguous_format), token)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        return grad, None, None
+        if not torch.is_grad_enabled():
+            return grad, None, None
+        return _Enter.apply(grad, ctx.axis, ctx.token), None, None  # type: ignore[no-untyped-call]
 
 
 class _Gather(Function):
@@ -61,9 +65,8 @@ class _Gather(Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        if ctx.sums:
-            return ctx.axis.reduce_scatter(grad, ctx.dim, ctx.token), None, None, None, None
-        return grad.chunk(ctx.axis.size, ctx.dim)[ctx.axis.rank].contiguous(), None, None, None, None
+        found = _Scatter.apply(grad, ctx.axis, ctx.dim, ctx.token, ctx.sums)  # type: ignore[no-untyped-call]
+        return found, None, None, None, None
 
 
 class _Scatter(Function):
@@ -71,14 +74,15 @@ class _Scatter(Function):
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, axis: ModelAxis, dim: int, token: str, sums: bool) -> Tensor:
-        ctx.axis, ctx.dim, ctx.token = axis, dim, token
+        ctx.axis, ctx.dim, ctx.token, ctx.sums = axis, dim, token, sums
         if sums:
             return axis.reduce_scatter(values, dim, token)
         return values.chunk(axis.size, dim)[axis.rank].contiguous()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        return ctx.axis.all_gather(grad.contiguous(), ctx.dim, ctx.token), None, None, None, None
+        found = _Gather.apply(grad, ctx.axis, ctx.dim, ctx.token, ctx.sums)  # type: ignore[no-untyped-call]
+        return found, None, None, None, None
 
 
 def _uncompiled(function: _Function) -> _Function:

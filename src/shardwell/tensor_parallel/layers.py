@@ -11,8 +11,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.overrides import handle_torch_function, has_torch_function_unary
 
 from shardwell.errors import ShardwellError
+from shardwell.tensor_parallel import overlap
 from shardwell.tensor_parallel.functions import check_range, enter, leave
 from shardwell.tensor_parallel.region import CutRegion
 
@@ -27,12 +29,25 @@ class CutLayer(nn.Module):
 
 
 def product(layer: Any, values: Tensor, bias: Tensor | None, *, transposed: bool = False) -> Tensor:
-    """Return what a linear layer computes of its part; in a pipeline its weight gradient may be computed late."""
-    late = layer.__dict__.get("late_product")
-    found: Tensor | None = None if late is None else late(values, layer.weight, transposed)
-    if found is None:
-        return F.linear(values, layer.weight.t() if transposed else layer.weight, bias)
-    return found if bias is None else found + bias.to(found.dtype)
+    """Return what a linear layer computes of its part; its weight's gradient may be computed late.
+
+    That is so in a pipeline with the schedule zb-h1, and where the input's gradient is summed meanwhile (`overlap.py`).
+    """
+    late, weight = layer.__dict__.get("late_product"), layer.weight
+    if late is None:
+        return F.linear(values, weight.t() if transposed else weight, bias)
+    if has_torch_function_unary(values):  # somebody looks, and must see what he would see of `F.linear`
+        seen = values, weight.t() if transposed else weight, bias
+        return handle_torch_function(linear, (values,), *seen, late, weight, transposed)
+    return linear(values, weight, bias, late, weight, transposed)
+
+
+def linear(
+    values: Tensor, seen: Tensor, bias: Tensor | None, late: Any, weight: nn.Parameter, transposed: bool
+) -> Tensor:
+    """Return what `F.linear(values, seen, bias)` does, with a product whose weight's gradient may be computed late."""
+    found: Tensor | None = late(values, weight, bias, transposed)
+    return F.linear(values, weight.t() if transposed else weight, bias) if found is None else found
 
 
 class ColumnLinear(CutLayer, nn.Linear):
@@ -185,5 +200,7 @@ def restore(layer: nn.Module) -> None:
     """Give a layer that was cut its former class back; its parameters are whole again."""
     kind = vars(layer)["kind"]
     layer.__class__ = kind
+    if vars(layer).get("late_product") is overlap.product:
+        del layer.late_product
     for name in ("kind", "region", "full_name", "sizes", "gathers", "ends", "splits_input", "first"):
         vars(layer).pop(name, None)

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import Function
+from torch.autograd.function import once_differentiable
 
 from shardwell.parallel.model_axis import ModelAxis
 from shardwell.tensor_parallel.across_parts import plain
@@ -42,6 +43,7 @@ class _CrossEntropy(Function):
         return whole - sums[1] if not smooth else whole - (1.0 - smooth) * sums[1] - smooth / words * sums[2]
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         softmax, own, is_away = ctx.saved_tensors
         found = softmax.clone()

@@ -11,7 +11,7 @@ from torch import Tensor
 from shardwell.errors import ShardwellError
 from shardwell.parallel.model_axis import ModelAxis
 from shardwell.runtime.randomness import RegionRandomness
-from shardwell.tensor_parallel import functions
+from shardwell.tensor_parallel import functions, overlap
 
 SEQUENCE_DIM = 1  # of hidden states: batch, sequence, width
 _FLAT_DIM = 0  # of hidden states whose batch and sequence are one dimension
@@ -25,13 +25,22 @@ class CutRegion:
     """
 
     def __init__(
-        self, axis: ModelAxis, *, splits_sequences: bool, draws: bool, around: CutRegion | None = None
+        self,
+        axis: ModelAxis,
+        *,
+        splits_sequences: bool,
+        draws: bool,
+        overlaps: bool = False,
+        around: CutRegion | None = None,
     ) -> None:
         """`draws`: random numbers (dropout) are drawn in some such regions.
+
+        `overlaps`: gradients of inputs are summed beside the products of weight gradients.
 
         `around`: the region in which the module around the layers all-gathers the sequences.
         """
         self._axis: ModelAxis | None = axis
+        self.overlaps = overlaps
         self.splits_sequences, self._is_gathered = splits_sequences, around is not None
         self.randomness = RegionRandomness(axis.rank) if draws else None
         # An input, and what layers got of it, until the region ends, or the input is gone: a recomputation that has all
@@ -71,7 +80,8 @@ class CutRegion:
             if self.splits_sequences:
                 found = self.gather_sequence(values, name.rpartition(".")[0])
             elif values.requires_grad and torch.is_grad_enabled():
-                found = functions.enter(values, self.axis, f"TENSOR {name}")
+                begin = overlap.enter if self.overlaps else functions.enter
+                found = begin(values, self.axis, f"TENSOR {name}")
             else:
                 found = values
             self._forget()
@@ -105,6 +115,9 @@ class CutRegion:
     def gather_sequence(self, values: Tensor, name: str) -> Tensor:
         """Return whole sequences, whose gradients the ranks compute in parts."""
         dim = self._dims[name] = self.dim_of_tokens(values, name)
+        if self.overlaps and values.requires_grad and torch.is_grad_enabled():
+            found: Tensor = overlap.gather(values, self.axis, dim, f"TENSOR {name}")
+            return found
         return functions.gather(values, self.axis, dim, f"TENSOR {name}", sums=True)
 
     def dim_of_tokens(self, values: Tensor, name: str) -> int:

@@ -61,7 +61,7 @@ def split_sequences(model: nn.Module, blocks: Sequence[str], region: CutRegion) 
     hooks = [
         model.register_forward_pre_hook(_Begin(region), with_kwargs=True),
         model.register_forward_hook(lambda *_: region.check_joined()),
-        *TokenMixingCheck(lambda: region.num_tokens, _MIXES).hook(model),
+        *TokenMixingCheck(lambda: region.num_tokens, _MIXES, sees_sums=True).hook(model),
     ]
     for run in _runs(modules, blocks):
         first, last = modules[run[0]], modules[run[-1]]

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -35,6 +37,8 @@ from shardwell.tensor_parallel.region import CutRegion
 from shardwell.tensor_parallel.sequence import blocks_in_plan, gather_before, split_sequences
 from shardwell.tensor_parallel.whole_modules import run_on_whole_sequences, uncut_mixers
 
+_LOG = logging.getLogger("shardwell")
+
 
 @dataclass(frozen=True)
 class PlanRequest:
@@ -43,6 +47,7 @@ class PlanRequest:
     plan: str | Mapping[str, str] = "auto"
     layer_specs: Mapping[str, Any] | None = None
     sequence_parallel: bool = False
+    overlaps: bool = False  # gradients of inputs are summed beside the products of weight gradients
 
 
 @dataclass(frozen=True)
@@ -84,16 +89,19 @@ def cut_model(model: nn.Module, roles: MeshRoles, asked: PlanRequest, tied: Tied
     axis = ModelAxis(roles.tensor, TrafficKind.TENSOR)
     align_randomness(roles.tensor)
     draws = draws_in(model)
-    outside = CutRegion(axis, splits_sequences=False, draws=draws)
-    inside = CutRegion(axis, splits_sequences=True, draws=draws) if asked.sequence_parallel else outside
+    region = partial(CutRegion, axis, draws=draws, overlaps=asked.overlaps)
+    outside = region(splits_sequences=False)
+    inside = region(splits_sequences=True) if asked.sequence_parallel else outside
     regions = (outside,) if inside is outside else (outside, inside)
     if asked.sequence_parallel:
-        regions = (*regions, CutRegion(axis, splits_sequences=True, draws=draws, around=inside))
+        regions = (*regions, region(splits_sequences=True, around=inside))
     check_parts(model, axis.size)
     inner = generating_models(model)
     same = [one.register_forward_pre_hook(InputCheck(roles.tensor), with_kwargs=True) for one in (model, *inner)]
     ends = [AbortHook(model, one.randomness.end) for one in regions if one.randomness is not None]
     if read_megatron_marks(model, axis.size, axis.rank):
+        if asked.overlaps and not any(isinstance(module, layers.CutLayer) for module in model.modules()):
+            _LOG.warning("tensor_parallel.tp_overlap_comm has no effect: the model comes cut, and communicates itself")
         return CutModel(model, _come_cut(model, regions, asked), (*same, *ends, *_check_gradients(model, axis)))
     if asked.plan == "none" and asked.layer_specs is None:
         raise ShardwellError(
@@ -115,7 +123,8 @@ def cut_model(model: nn.Module, roles: MeshRoles, asked: PlanRequest, tied: Tied
 
 def _split_over(model: nn.Module, cutter: Cutter, region: CutRegion) -> list[Any]:
     """Split sequences between the blocks that are cut, and gather them where modules need all tokens."""
-    modules, gathering, hooks = dict(model.named_modules()), cutter.gathering(), []
+    modules = dict(model.named_modules(remove_duplicate=False))
+    gathering, hooks = cutter.gathering(), list[Any]()
     whole = [*cutter.closed(), *uncut_mixers(modules, cutter.blocks, cutter.plan)]
     for name in gathering:
         hooks += gather_before(name, modules[name], region)
