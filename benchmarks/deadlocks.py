@@ -3,9 +3,10 @@
     python -m benchmarks.deadlocks [--ranks 2] [--steps 10000] [--limit 110] [--seed 0] [--device cuda]
 
 Each step draws units of random sizes from a seed that all ranks share, and issues what the engine would: one all-gather
-ahead of another, reductions behind, sums and copies between them, through the engine's own transport. Each rank sleeps
-at places of its own, on the host and on the device. A step that all ranks have finished is counted; the program fails
-if the ranks have not ended 30 s after the limit. It stops after the limit and says how many steps were made.
+ahead of another, reductions behind, sums and copies between them, through the engine's own transport; each third unit
+has groups of several dtypes, whose collectives are joined. Each rank sleeps at places of its own, on host and device. A
+step that all ranks have finished is counted; the program fails if the ranks have not ended 30 s after the
+limit. It stops after the limit and says how many steps were made.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ from benchmarks.launch import run_ranks
 from shardwell.memory import Device, MemoryStats, TemporaryBuffers
 from shardwell.parallel import Collectives
 from shardwell.parallel.mesh import world_mesh
-from shardwell.parallel.traffic import TrafficStats
-from shardwell.parallel.transport import Work
+from shardwell.parallel.traffic import TrafficKind, TrafficStats
+from shardwell.parallel.transport import Reduction, Work
 
 STILL = 30.0  # seconds without progress after which a rank has failed
 CHECK_EVERY = 100  # steps between two comparisons of numbers
@@ -48,28 +49,53 @@ class Step:
             self.size * self.shared.randint(1, self.shared.choice(SIZES)) for _ in range(self.shared.randint(1, 6))
         ]
         dtype = self.shared.choice((torch.float32, torch.bfloat16))
-        pending: list[tuple[torch.Tensor, Work]] = []
+        pending: list[tuple[list[torch.Tensor], Work]] = []
         for numel in units:
-            flat = torch.zeros(numel, dtype=dtype, device=self.device)
-            flat.chunk(self.size)[self.rank].fill_(self.rank + 1.0)
-            pending.append((flat, self.comm.all_gather(flat, None)))
+            flats = [torch.zeros(numel, dtype=each, device=self.device) for each in self._groups(dtype)]
+            for flat in flats:
+                flat.chunk(self.size)[self.rank].fill_(self.rank + 1.0)
+            if len(flats) == 1:
+                work = self.comm.all_gather(flats[0], None)
+            else:
+                work = self.comm.all_gathers(flats, "GATHER", TrafficKind.ALL_GATHER)
+            pending.append((flats, work))
             self._dally()
             if len(pending) > 2:
                 self._check_gathered(*pending.pop(0))
-        reductions: list[tuple[torch.Tensor, Work]] = []
+        reductions: list[tuple[list[torch.Tensor], Work]] = []
         for place, numel in enumerate(units):
             if self.shared.random() < 0.5 and pending:
                 self._check_gathered(*pending.pop(0))
-            grads = torch.full((numel,), self.rank + 1.0, dtype=dtype, device=self.device)
-            into = torch.empty(numel // self.size, dtype=dtype, device=self.device)
-            reductions.append((into, self.comm.reduce_scatter(grads, into, 1.0, False, None)))
+            parts = [
+                Reduction(
+                    torch.full((numel,), self.rank + 1.0, dtype=each, device=self.device),
+                    torch.empty(numel // self.size, dtype=each, device=self.device),
+                    1.0,
+                    False,
+                )
+                for each in self._groups(dtype)
+            ]
+            if len(parts) == 1:
+                work = self.comm.reduce_scatter(parts[0].flat, parts[0].into, 1.0, False, None)
+            else:
+                work = self.comm.reduce_scatters(parts, "REDUCE", TrafficKind.REDUCE_SCATTER)
+            reductions.append(([part.into for part in parts], work))
             self._dally()
             if place % 2 or len(reductions) > 2:
                 self._check_reduced(*reductions.pop(0))
-        for flat, work in pending:
-            self._check_gathered(flat, work)
-        for into, work in reductions:
-            self._check_reduced(into, work)
+        for flats, work in pending:
+            self._check_gathered(flats, work)
+        for sums, work in reductions:
+            self._check_reduced(sums, work)
+
+    def _groups(self, dtype: torch.dtype) -> list[torch.dtype]:
+        """Return the dtypes of a unit's groups: of two or three in each third unit, whose collectives are joined."""
+        if self.shared.random() < 2 / 3:
+            return [dtype]
+        return [
+            dtype,
+            *self.shared.choices((torch.float32, torch.bfloat16, torch.float64), k=self.shared.randint(1, 2)),
+        ]
 
     def _dally(self) -> None:
         """Wait now and then, on the host or on the device, where no other rank does."""
@@ -78,15 +104,17 @@ class Step:
         if self.device.type == "cuda" and self.own.random() < 0.1:
             torch.cuda._sleep(int(self.own.random() * 1e6))
 
-    def _check_gathered(self, flat: torch.Tensor, work: Work) -> None:
+    def _check_gathered(self, flats: list[torch.Tensor], work: Work) -> None:
         work.wait()
-        self.wrong = getattr(self, "wrong", 0) + sum(
-            (part != rank + 1.0).sum() for rank, part in enumerate(flat.chunk(self.size))
-        )
+        for flat in flats:
+            self.wrong = getattr(self, "wrong", 0) + sum(
+                (part != rank + 1.0).sum() for rank, part in enumerate(flat.chunk(self.size))
+            )
 
-    def _check_reduced(self, into: torch.Tensor, work: Work) -> None:
+    def _check_reduced(self, sums: list[torch.Tensor], work: Work) -> None:
         work.wait()
-        self.wrong = getattr(self, "wrong", 0) + (into != self.size * (self.size + 1) / 2).sum()
+        for into in sums:
+            self.wrong = getattr(self, "wrong", 0) + (into != self.size * (self.size + 1) / 2).sum()
 
 
 def worker(spec: dict[str, object]) -> None:

@@ -19,6 +19,7 @@ from tests.support.internals import board_of
 from tests.support.models import Gpt, batches, share, zero
 from tests.support.rank_matrix import complaints, run_all
 from tests.support.ranks import Ranks
+from tests.support.several_groups import BLOCKS, train
 from tests.support.training import ROWS, Case, all_sharded, distance, plainly
 
 pytestmark = [pytest.mark.gpu, pytest.mark.ranks, pytest.mark.timeout(300)]
@@ -59,6 +60,21 @@ def test_a_checkpoint_of_4_nccl_ranks_loads_at_2_and_3_and_on_cpu_ranks(
     for pool, num_ranks in ((nccl_ranks, 2), (nccl_ranks, 3), (ranks, 2)):
         for answer in pool.run(num_ranks, run_leg, Leg(3, 2, 3, CASE, config, saves=False), str(tmp_path)):
             check_equal(answer["loaded"], saved["ended"])
+
+
+def in_both_ways(cases: list[tuple[str, int]]) -> list[list[dict[str, Any]]]:
+    return [[train(kind, stage, apart=apart) for apart in (True, False)] for kind, stage in cases]
+
+
+def test_a_unit_of_several_groups_has_one_collective_with_the_same_bits(nccl_ranks: Ranks) -> None:
+    cases = [(kind, stage) for kind in ("lora", "mixed", "three") for stage in (2, 3)]
+    for answers in nccl_ranks.run(2, in_both_ways, cases):
+        for case, (apart, joined) in zip(cases, answers, strict=True):
+            check_equal(joined["values"], apart["values"])
+            assert joined["received"] == apart["received"], case
+            assert joined["calls"]["REDUCE_SCATTER"] == BLOCKS, case
+            moved = sum(number for name, number in joined["ops"].items() if name != "allreduce_")
+            assert moved < sum(number for name, number in apart["ops"].items() if name != "allreduce_"), case
 
 
 def steps_without_waits(stage: int, config: dict[str, Any]) -> dict[str, Any]:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -14,6 +15,7 @@ import shardwell
 from shardwell.parallel import Agreement
 from tests.support.internals import board_of, roles_of
 from tests.support.models import Gpt, batches, share, zero
+from tests.support.pipelines import chain, next_token_loss, pipeline_config, stream
 from tests.support.ranks import Ranks
 
 
@@ -33,13 +35,13 @@ def note(asked: list[str], agreement: Agreement, ask: Callable[..., Any], call: 
     return ask(call, *args)
 
 
-def steady_steps(stage: int, blocks: int, on_host: bool = False) -> dict[str, Any]:
+def steady_steps(stage: int, blocks: int, frozen: bool = False, **block: Any) -> dict[str, Any]:
     torch.manual_seed(0)
     model = Gpt(blocks=blocks)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)  # AdamW reads its own counters, which are on the host
-    # With clipping, torch reads the factor on CPU, and with bf16 the sum of halves there looks for NaN: on CUDA neither
-    # does, which the tests of NCCL ranks show.
-    block = {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}} if on_host else {}
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(not (frozen and ".up." in name))
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.SGD(trained, lr=1e-3)  # AdamW reads its own counters, which are on the host
     engine = shardwell.initialize(model=model, optimizer=optimizer, config=zero(stage, **block)).engine
     asked: list[str] = []
     reads = []
@@ -56,9 +58,64 @@ def steady_steps(stage: int, blocks: int, on_host: bool = False) -> dict[str, An
 
 def test_a_steady_step_asks_no_store_and_reads_back_as_much_with_many_blocks_as_with_few(ranks: Ranks) -> None:
     for stage, on_host in ((0, False), (1, False), (2, False), (3, False), (3, True)):
-        few, many = (ranks.run(2, steady_steps, stage, blocks, on_host) for blocks in (2, 6))
+        block = {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}} if on_host else {}
+        few, many = (ranks.run(2, steady_steps, stage, blocks, **block) for blocks in (2, 6))
         for answer in (*few, *many):
             assert answer["asked"] == []
         reads = {tuple(answer["reads"]) for answer in (*few, *many)}
         # Hyperparameters and the norm; once updates on the host go at once, also how many ranks found a conflict.
         assert reads == {(2, 3) if on_host else (2, 2)}, (stage, on_host)
+
+
+HOST = {"offload_optimizer": {"device": "cpu"}}
+WAYS: dict[str, tuple[int, dict[str, Any]]] = {
+    "clipping": (3, {"gradient_clipping": 0.1}),
+    "clipping, state on the host": (2, {"gradient_clipping": 0.1, "zero_optimization": HOST}),
+    "parameters on the host": (3, {"zero_optimization": {**HOST, "offload_param": {"device": "cpu"}}}),
+    "loss scale": (3, {"fp16": {"enabled": True, "initial_scale_power": 4}}),
+    "loss scale, state on the host": (
+        1,
+        {"fp16": {"enabled": True, "initial_scale_power": 4}, "zero_optimization": HOST},
+    ),
+    "bf16": (2, {"bf16": {"enabled": True}}),
+    "frozen and trainable groups": (3, {"frozen": True, "gradient_clipping": 0.1}),
+    "codecs": (3, {"zero_optimization": {"zero_quantized_weights": True, "zero_quantized_gradients": True}}),
+    "secondary shards": (3, {"zero_optimization": {"zero_hpz_partition_size": 2}}),
+    "micro-steps": (2, {"gradient_accumulation_steps": 2}),
+}
+
+
+def every_way(blocks: int) -> dict[str, dict[str, Any]]:
+    return {name: steady_steps(stage, blocks, **block) for name, (stage, block) in WAYS.items()}
+
+
+def test_no_way_to_train_asks_the_store_or_reads_back_more_with_more_blocks(ranks: Ranks) -> None:
+    """On CPU torch reads the clipping factor, and with bf16 looks for NaN in each unit: on CUDA it does neither."""
+    few, many = (ranks.run(2, every_way, blocks) for blocks in (2, 4))
+    for name in WAYS:
+        for answer in (*few, *many):
+            assert answer[name]["asked"] == [], name
+        assert len({tuple(answer[name]["reads"]) for answer in (*few, *many)}) == 1 or name == "bf16", name
+        assert max(few[0][name]["reads"]) <= 6, name
+
+
+def pipeline_steps(schedule: str) -> dict[str, Any]:
+    """What the two stages of a pipeline ask the store from its fourth batch on."""
+    torch.manual_seed(0)
+    config = pipeline_config(1, schedule, gradient_clipping=0.5)
+    model = shardwell.pipeline.split(chain(), loss_fn=next_token_loss)
+    engine: Any = shardwell.initialize(model=model, config=config).engine
+    asked: list[str] = []
+    batches_of_all, agreement = stream(6, 0), roles_of(engine).agreement
+    for number in range(6):
+        if number == 3:
+            board = board_of(engine)
+            board._ask = partial(note, asked, agreement, board._ask)  # type: ignore[method-assign]
+        engine.train_batch(batches_of_all)
+    engine.destroy()
+    return {"asked": asked}
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+def test_a_steady_batch_of_a_pipeline_asks_no_store(ranks: Ranks, schedule: str) -> None:
+    assert ranks.run(2, pipeline_steps, schedule) == [{"asked": []}] * 2

@@ -45,10 +45,10 @@ class Play:
         for group in [group for group in groups_of(self.engine) if group.secondary is not None]:
             group.secondary.gather = self._counted(group.secondary.gather)
 
-    def _counted(self, gather: Callable[[Tensor], Work]) -> Callable[[Tensor], Work]:
-        def counted(flat: Tensor) -> Work:
+    def _counted(self, gather: Callable[..., Work]) -> Callable[..., Work]:
+        def counted(*args: Any) -> Work:
             self.num_inside += 1
-            return gather(flat)
+            return gather(*args)
 
         return counted
 

@@ -19,9 +19,13 @@ from shardwell.offload.swapped_tensors import SwappedTensors
 from shardwell.optim import ShardedOptimizer
 from shardwell.parallel import Agreement
 from shardwell.parallel.agreement import TokenTable
+from shardwell.sharding.gradients import Gradients
+from shardwell.sharding.storage import DefaultAllGather
 
 POINTS: dict[str, tuple[Any, str]] = {
     "collective": (Agreement, "announce"),
+    "all-gather of a group": (DefaultAllGather, "__call__"),
+    "reduce-scatter of a group": (Gradients, "reduce_scatter"),
     "operation of a pipeline": (PipelinedEngine, "note"),
     "update on the host": (HostKernel, "step"),
     "read of optimizer state ahead of time": (OptimizerSwapper, "prefetch"),

@@ -55,6 +55,12 @@ def gather_ahead(engine: shardwell.Engine, most: int, bucket: int) -> None:
     prefetch.limits = replace(prefetch.limits, most_ahead=most, bucket=bucket)
 
 
+def collect_apart(engine: shardwell.Engine) -> None:
+    """Let each group of a unit have a collective of its own."""
+    for unit in units_of(engine):
+        unit.sets = replace(unit.sets, joins_gathers=False, joins_reductions=False)
+
+
 def board_of(engine: shardwell.Engine) -> RankStore:
     """Return the store through which the engine's ranks agree, as its steps ask it; heartbeats have a connection."""
     return roles_of(engine).agreement._board

@@ -163,13 +163,18 @@ def complaints(found: list[dict[str, Any]]) -> Iterator[str]:
 
 def on_the_cpu(stage: int) -> list[dict[str, Any]]:
     """In a rank of the pool: with real peers, and a process group that is not called gloo."""
-    rank, store = dist.get_rank(), dist.distributed_c10d._get_default_store()
-    os.environ.update(LOCAL_WORLD_SIZE=str(RANKS_PER_NODE), LOCAL_RANK=str(rank % RANKS_PER_NODE))
+    take_the_route(RANKS_PER_NODE)
+    return everything(torch.device("cpu"), (stage,))
+
+
+def take_the_route(ranks_per_node: int) -> None:
+    """Give a rank of the pool a process group of another name, in nodes of so many ranks."""
+    rank, size, store = dist.get_rank(), dist.get_world_size(), dist.distributed_c10d._get_default_store()
+    os.environ.update(LOCAL_WORLD_SIZE=str(ranks_per_node), LOCAL_RANK=str(rank % ranks_per_node))
     dist.destroy_process_group()
     if not hasattr(dist.Backend, NAME.upper()):
         dist.Backend.register_backend(NAME, _gloo, devices=["cpu"])
-    dist.init_process_group(NAME, store=dist.PrefixStore(NAME, store), rank=rank, world_size=NUM_RANKS)
-    return everything(torch.device("cpu"), (stage,))
+    dist.init_process_group(NAME, store=dist.PrefixStore(NAME, store), rank=rank, world_size=size)
 
 
 def _gloo(store: Any, rank: int, size: int, timeout: timedelta) -> Any:

@@ -23,7 +23,9 @@ class WireCounter(TorchDispatchMode):
         if func.namespace == "c10d":
             name = func._schema.name.split("::")[1]
             tensors = [leaf for leaf in tree_leaves(args) if isinstance(leaf, torch.Tensor)]
-            size = tensors[0].numel() * tensors[0].element_size() if tensors else 0
+            size = tensors[0].nbytes if tensors else 0
+            if name.endswith("_coalesced_"):  # several tensors at once: the outputs come first
+                size = sum(tensor.nbytes for tensor in tensors[: len(tensors) // 2])
             self.calls[name] += 1
             self.received[name] += self._received(name, size)
         return func(*args, **(kwargs or {}))
@@ -34,9 +36,16 @@ class WireCounter(TorchDispatchMode):
             return size
         if name == "send":
             return 0
-        if name in ("_allgather_base_", "alltoall_base_"):  # the first tensor is the whole output
+        if name in (
+            "_allgather_base_",
+            "alltoall_base_",
+            "allgather_into_tensor_coalesced_",
+        ):  # the first tensor is the whole output
             return size * others // every
-        if name == "_reduce_scatter_base_":  # the first tensor is this rank's shard
+        if name in (
+            "_reduce_scatter_base_",
+            "reduce_scatter_tensor_coalesced_",
+        ):  # the first tensor is this rank's shard
             return size * others
         if name == "allreduce_":
             return 2 * size * others

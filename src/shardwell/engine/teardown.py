@@ -134,6 +134,8 @@ class Teardown:
         if has_failed:
             state = f"{sum(unit.updates.count for unit in units)} updates of units"
             is_updating = any(unit.updates.is_early for unit in units)
+            # before ranks meet: what is in flight over links that were cut ends with the failure that is known so far
+            self.scheduler.abandon_passes()
             if (why_not := agreement.meet_after_failure(state, is_updating=is_updating)) is not None:
                 return why_not
         else:
@@ -142,7 +144,8 @@ class Teardown:
             self.context.roles.close()
         self.reconnect()
         self.is_closed = False
-        self.scheduler.abandon_passes()
+        if not has_failed:
+            self.scheduler.abandon_passes()
         return None
 
     @torch.no_grad()

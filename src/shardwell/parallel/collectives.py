@@ -33,7 +33,16 @@ from shardwell.parallel.replicated import ReplicatedTransport
 from shardwell.parallel.simulated_moves import simulate_control, simulate_move
 from shardwell.parallel.torch_transport import SingleRankTransport, TorchTransport
 from shardwell.parallel.traffic import BETWEEN, INSIDE, TrafficKind, TrafficReport, TrafficStats
-from shardwell.parallel.transport import DirectTransport, GlooTransport, Transport, Work, Works, end_loans, lend
+from shardwell.parallel.transport import (
+    DirectTransport,
+    GlooTransport,
+    Reduction,
+    Transport,
+    Work,
+    Works,
+    end_loans,
+    lend,
+)
 
 MANY_RANKS = 64  # from which on ranks compare tokens by collectives: one process holds the store, and serves them all
 _MOST_TOKENS = 1 << 14  # with sizes, that are cached
@@ -43,6 +52,13 @@ _MOST_TOKENS = 1 << 14  # with sizes, that are cached
 def _with_size(token: str, numel: int, dtype: torch.dtype) -> str:
     """Return a token with the size and dtype of its tensor."""
     return f"{token} ({numel:,} x {str(dtype).removeprefix('torch.')})"
+
+
+@lru_cache(_MOST_TOKENS)
+def _with_each_size(token: str, sizes: tuple[tuple[int, torch.dtype], ...]) -> str:
+    """Return a token with the sizes and dtypes of several tensors."""
+    each = [f"{numel:,} x {str(dtype).removeprefix('torch.')}" for numel, dtype in sizes]
+    return f"{token} ({' + '.join(each)})"
 
 
 @dataclass(frozen=True)
@@ -85,7 +101,7 @@ class Collectives:
     ) -> None:
         """`in_flight` has the collectives of the engine's other groups."""
         self.device, self.links = device, Links(mesh, in_flight)
-        self.traffic, self._temporary = traffic_stats, temporary
+        self.traffic, self.temporary = traffic_stats, temporary
         self.transport = self.direct = self._transport_for(mesh)
         self.hops, self.replicate, self.shard_index = None, None, mesh.rank
         self.host_drives_progress = mesh.backend == "gloo"
@@ -94,7 +110,7 @@ class Collectives:
 
     def over(self, mesh: RankGroup) -> Collectives:
         """Return collectives of the same engine over another group of ranks."""
-        other = Collectives(mesh, self.device, self.traffic, self._temporary, self.links.in_flight)
+        other = Collectives(mesh, self.device, self.traffic, self.temporary, self.links.in_flight)
         other.agreement = self.agreement
         return other
 
@@ -103,8 +119,8 @@ class Collectives:
         if mesh.size == 1:
             return SingleRankTransport(self.device)
         if mesh.backend == "gloo" and (self.device.torch_device.type == "cpu" or not self.device.has_device_memory):
-            return GlooTransport(mesh, self.links, self._temporary)
-        return TorchTransport(mesh, self.device, self.links, self._temporary)
+            return GlooTransport(mesh, self.links, self.temporary)
+        return TorchTransport(mesh, self.device, self.links, self.temporary)
 
     def set_nodes(self, mesh: RankGroup) -> None:
         """Set the mesh of the same ranks with other nodes, by which received bytes are counted."""
@@ -127,7 +143,7 @@ class Collectives:
             self.transport = HierarchicalTransport(
                 hops.inside.direct,
                 hops.across.direct,
-                self._temporary,
+                self.temporary,
                 node_size=node.size,
                 local_rank=node.rank,
                 host_starts_hops=self.host_drives_progress,
@@ -137,7 +153,7 @@ class Collectives:
         """Sum reduce-scatters also over the ranks that replicate this rank's shard, by an all-reduce."""
         self.replicate = replicate
         self.transport = ReplicatedTransport(
-            self.transport, replicate.direct, self._temporary, host_starts_hops=self.host_drives_progress
+            self.transport, replicate.direct, self.temporary, host_starts_hops=self.host_drives_progress
         )
 
     def connect_as(self, other: Collectives) -> None:
@@ -191,7 +207,7 @@ class Collectives:
         # A rank that is alone in its node announces it, too: the other ranks expect the token.
         if codec is not None and self.rank_group.size > 1 and flat.numel():
             self._begin(token, flat, kind, codec.num_bytes(flat.numel() // self.rank_group.size), self._from_shards)
-            return quantized.all_gather(self, flat, codec, self._temporary)
+            return quantized.all_gather(self, flat, codec, self.temporary)
         self._begin(token, flat, kind, flat.numel() * flat.element_size() // self.rank_group.size, self._from_shards)
         return self.transport.all_gather(flat if flat.element_size() > 1 else _sendable(flat))
 
@@ -214,7 +230,7 @@ class Collectives:
             return observer.follow(token, kind, partial(self.all_gather_codes, rest, flat, codec, token, copied, keep))
         num_bytes = codec.num_bytes(flat.numel() // self.rank_group.size)
         self._begin(token, flat, kind, num_bytes, self._from_shards)
-        return quantized.all_gather(self, flat, codec, self._temporary, rest, copied, keep)
+        return quantized.all_gather(self, flat, codec, self.temporary, rest, copied, keep)
 
     def reduce_scatter(
         self,
@@ -243,13 +259,44 @@ class Collectives:
                 for (comm, _), num_bytes in zip(path, quantized.bytes_per_peer(path, flat.numel()), strict=True):
                     self._begin(token, flat, kind, num_bytes, comm._from_peers)
                     token = None  # announced once, counted for each hop
-                return quantized.reduce_scatter(path, flat, into, scale, accumulate, self._temporary, residual)
+                return quantized.reduce_scatter(path, flat, into, scale, accumulate, self.temporary, residual)
             self._begin(
                 token, flat, kind, flat.numel() * flat.element_size() // self.rank_group.size, self._from_shards
             )
             if self.replicate is not None:
                 self.replicate.count_all_reduce(flat, into.numel(), kind)
         return self.transport.reduce_scatter(flat, into, scale, accumulate)
+
+    def all_gathers(self, flats: Sequence[Tensor], token: str, kind: TrafficKind) -> Work:
+        """Start all-gathers of several tensors in place as one collective, which is announced and counted once."""
+        observer = self.traffic.observer
+        if observer is not None and not observer.is_inside:
+            return observer.follow(token, kind, partial(self.all_gathers, flats, token, kind))
+        num_bytes = sum(flat.nbytes // self.rank_group.size for flat in flats)
+        self._begin(self._with_sizes(token, flats), None, kind, num_bytes, self._from_shards)
+        return self.transport.all_gathers([flat if flat.element_size() > 1 else _sendable(flat) for flat in flats])
+
+    def reduce_scatters(self, parts: Sequence[Reduction], token: str, kind: TrafficKind) -> Work:
+        """Start several reduce-scatters, none of them quantised, as one collective; see `reduce_scatter`."""
+        observer = self.traffic.observer
+        if observer is not None and not observer.is_inside:
+            return observer.follow(token, kind, partial(self.reduce_scatters, parts, token, kind))
+        if self.rank_group.size > 1:
+            flats = [one.flat for one in parts]
+            num_bytes = sum(flat.nbytes // self.rank_group.size for flat in flats)
+            self._begin(self._with_sizes(token, flats), None, kind, num_bytes, self._from_shards)
+            if self.replicate is not None:
+                for one in parts:
+                    self.replicate.count_all_reduce(one.flat, one.into.numel(), kind)
+        return self.transport.reduce_scatters(parts)
+
+    def _with_sizes(self, token: str, flats: Sequence[Tensor]) -> str:
+        """Return a token with the sizes and dtypes of several tensors, if all ranks take part as in `_begin`."""
+        agreement, replicas = self.links.agreement, self.replicate
+        num_issuing = self.rank_group.size * (1 if replicas is None else replicas.rank_group.size)
+        if agreement is None or num_issuing != agreement.size:
+            return token
+        return _with_each_size(token, tuple([(flat.numel(), flat.dtype) for flat in flats]))
 
     def count_all_reduce(self, flat: Tensor, numel: int, kind: TrafficKind) -> None:
         """Count the all-reduce of `numel` sums of `flat`: a reduce-scatter and an all-gather, in fp32 at least."""

@@ -12,13 +12,13 @@ the same position of their nodes are adjacent in a flat buffer, in a slab:
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 from torch import Tensor
 
 from shardwell.memory import StateKind, TemporaryBuffers
-from shardwell.parallel.transport import STAGING, Transport, Work
+from shardwell.parallel.transport import STAGING, Reduction, Transport, Work
 
 
 class HierarchicalTransport:
@@ -56,6 +56,25 @@ class HierarchicalTransport:
         first = self._inside.reduce_scatter(flat, part, 1.0, False)
         second = self._followed(first, partial(self._across.reduce_scatter, part, into, scale, accumulate))
         return second.then(partial(self._temporary.free, part))
+
+    def all_gathers(self, flats: Sequence[Tensor]) -> Work:
+        """Start all-gathers of several tensors: one collective on each hop."""
+        slabs = [flat.chunk(self._node_size)[self._local_rank] for flat in flats]
+        return self._followed(self._across.all_gathers(slabs), partial(self._inside.all_gathers, flats))
+
+    def reduce_scatters(self, parts: Sequence[Reduction]) -> Work:
+        """Start several reduce-scatters: one collective on each hop."""
+        sums = [
+            self._temporary.allocate(one.flat.numel() // self._node_size, one.flat.dtype, StateKind.STAGING, STAGING)
+            for one in parts
+        ]
+        both = list(zip(parts, sums, strict=True))
+        first = self._inside.reduce_scatters([Reduction(one.flat, own, 1.0, False) for one, own in both])
+        rest = [Reduction(own, one.into, one.scale, one.accumulate) for one, own in both]
+        second = self._followed(first, partial(self._across.reduce_scatters, rest))
+        for own in sums:
+            second.then(partial(self._temporary.free, own))
+        return second
 
     def _followed(self, first: Work, start: Callable[[], Work]) -> Work:
         """Return the work of two hops, the second of which the host or the stream starts."""

@@ -17,9 +17,15 @@ from torch import Tensor
 from shardwell.kernels.quantize import Codec
 from shardwell.memory import Device, Event, StateKind, Stream, TemporaryBuffers
 from shardwell.parallel.mesh import RankGroup
-from shardwell.parallel.transport import STAGING, DirectTransport, Transport, Work
+from shardwell.parallel.transport import STAGING, DirectTransport, Work
 
 Keep = Callable[[Tensor], None]  # is passed the quantised shards of all ranks, before their memory is freed
+
+
+class Gathers(Protocol):
+    """What all-gathers the bytes of all ranks."""
+
+    def all_gather(self, flat: Tensor) -> Work: ...
 
 
 class Route(Protocol):
@@ -38,7 +44,7 @@ class Route(Protocol):
     def host_drives_progress(self) -> bool: ...
 
     @property
-    def transport(self) -> Transport: ...
+    def transport(self) -> Gathers: ...
 
     @property
     def direct(self) -> DirectTransport: ...
@@ -103,7 +109,7 @@ def decode(
 
     if comm.host_drives_progress:
         return moved.then(lambda: decoded().wait()).then(finish)
-    return moved.then(decoded().wait).then(finish)
+    return moved.enqueue(decoded).then(finish)
 
 
 def reduce_scatter(

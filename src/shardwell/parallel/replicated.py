@@ -6,13 +6,14 @@ reduce-scatter    in the shard group, then an all-reduce of each rank's shard ov
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 
 import torch
 from torch import Tensor
 
 from shardwell.memory import StateKind, TemporaryBuffers
-from shardwell.parallel.transport import STAGING, DirectTransport, Transport, Work
+from shardwell.parallel.transport import STAGING, DirectTransport, Reduction, Transport, Work, in_turn
 
 
 class ReplicatedTransport:
@@ -44,3 +45,26 @@ class ReplicatedTransport:
         # Without the host, the all-reduce is enqueued immediately, behind the first hop on the same stream.
         second = first.then_start(start) if self._host_starts_hops else start().then(first.wait)
         return second.then(partial(self._temporary.free, part))
+
+    def all_gathers(self, flats: Sequence[Tensor]) -> Work:
+        """Start all-gathers of several tensors in the shard group, as one collective."""
+        return self._inner.all_gathers(flats)
+
+    def reduce_scatters(self, parts: Sequence[Reduction]) -> Work:
+        """Start several reduce-scatters: one collective in the shard group, then an all-reduce for each."""
+        wides = [torch.promote_types(one.flat.dtype, torch.float32) for one in parts]
+        sums = [
+            self._temporary.allocate(one.into.numel(), wide, StateKind.STAGING, STAGING)
+            for one, wide in zip(parts, wides, strict=True)
+        ]
+        both = list(zip(parts, sums, strict=True))
+        first = self._inner.reduce_scatters([Reduction(one.flat, own, 1.0, False) for one, own in both])
+
+        def start() -> Work:
+            reduce = self._replicas.all_reduce
+            return in_turn([reduce(own, one.into, one.scale, one.accumulate) for one, own in both])
+
+        second = first.then_start(start) if self._host_starts_hops else start().then(first.wait)
+        for own in sums:
+            second.then(partial(self._temporary.free, own))
+        return second

@@ -18,11 +18,18 @@ from shardwell.parallel.mesh import RankGroup
 
 def simulate_move(collective: Callable[..., Any], args: Sequence[Any], mesh: RankGroup) -> None:
     """Add a collective of torch.distributed to the current stream."""
+    simulate_moves([(collective, args)], mesh)
+
+
+def simulate_moves(moves: Sequence[tuple[Callable[..., Any], Sequence[Any]]], mesh: RankGroup) -> None:
+    """Add collectives that are launched as one to the current stream."""
     clock = virtual_time.clock
     if clock is None or mesh.size == 1:
         return
-    name = collective.__name__
-    size = max(one.nbytes for one in args if isinstance(one, Tensor)) * (2 if name == "all_reduce" else 1)
+    name, size = moves[0][0].__name__, 0
+    for collective, args in moves:
+        largest = max(one.nbytes for one in args if isinstance(one, Tensor))
+        size += largest * (2 if collective.__name__ == "all_reduce" else 1)
     inside, between, nodes = received(size, mesh)
     each = None if name.startswith("all_to_all") else between / (1 + mesh.num_local_peers)
     clock.move(name, inside, between, nodes, between_each=each if inside else None)

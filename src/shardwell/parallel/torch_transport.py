@@ -15,13 +15,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import AllgatherOptions, ReduceScatterOptions
 
 from shardwell import virtual_time
 from shardwell.memory import Device, Event, StateKind, TemporaryBuffers
 from shardwell.parallel.links import Links
 from shardwell.parallel.mesh import RankGroup
-from shardwell.parallel.simulated_moves import simulate_move
-from shardwell.parallel.transport import STAGING, Work, sum_in_rank_order
+from shardwell.parallel.simulated_moves import simulate_move, simulate_moves
+from shardwell.parallel.transport import STAGING, Reduction, Work, in_turn, sum_in_rank_order
 from shardwell.parallel.waits import Needs
 
 
@@ -41,12 +42,11 @@ class TorchTransport:
 
     def all_gather(self, flat: Tensor) -> Work:
         """Start the all-gather of `flat` in place; this rank's own shard is in it already."""
-        gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
         stream = self._device.all_gather_stream
         with stream.after_current():
             mine = self._own_part(flat)
             # gloo stages through the host, and its input must not be a part of its output
-            work = self._start(gather, flat, mine.clone() if self._is_gloo else mine)
+            work = self._start(ALL_GATHER, flat, mine.clone() if self._is_gloo else mine)
             if self._is_gloo:
                 return Work(partial(self.wait, [work], self._needs()))
             work.wait()
@@ -56,10 +56,9 @@ class TorchTransport:
         """Start `into` = (or +=) `scale` x the sum over ranks of this rank's shard of `flat`, which becomes invalid."""
         if self._is_gloo or flat.dtype not in (torch.float32, torch.float64):
             return self._reduce_by_all_to_all(flat, into, scale, accumulate)
-        scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
         with self._device.reduce_stream.after_current():
             mine = self._own_part(flat)
-            self._start_reduction(scatter, mine, flat).wait()
+            self._start_reduction(REDUCE_SCATTER, mine, flat).wait()
             sum_in_rank_order([mine], into, scale, accumulate)
             return Work(self._in_flight.add(self._device.reduce_stream.record()).wait)
 
@@ -95,6 +94,55 @@ class TorchTransport:
             parts = list(received.chunk(self._mesh.size))
             parts = [parts.pop(self._mesh.rank), *parts]
         sum_in_rank_order(parts, into, scale, accumulate)
+
+    def all_gathers(self, flats: Sequence[Tensor]) -> Work:
+        """Start all-gathers of several tensors in place: NCCL launches them as one."""
+        if self._is_gloo:
+            return in_turn([self.all_gather(flat) for flat in flats])
+        stream = self._device.all_gather_stream
+        with stream.after_current():
+            self._start_together([(ALL_GATHER, flat, self._own_part(flat)) for flat in flats], self._mesh.group)
+            return Work(self._in_flight.add(stream.record()).wait)
+
+    def reduce_scatters(self, parts: Sequence[Reduction]) -> Work:
+        """Start several reduce-scatters, each as `reduce_scatter` does it: NCCL launches them as one."""
+        if self._is_gloo:
+            return in_turn([self.reduce_scatter(one.flat, one.into, one.scale, one.accumulate) for one in parts])
+        moves: list[Any] = []
+        sums, frees = [], []
+        with self._device.reduce_stream.after_current():
+            for one in parts:
+                flat, into = one.flat, one.into
+                if flat.dtype in (torch.float32, torch.float64):
+                    mine = self._own_part(flat)
+                    moves.append((REDUCE_SCATTER, mine, flat))
+                    sums.append(partial(sum_in_rank_order, [mine], into, one.scale, one.accumulate))
+                else:
+                    received = self._temporary.allocate(flat.numel(), flat.dtype, StateKind.STAGING, STAGING)
+                    moves.append((dist.all_to_all_single, received, flat))
+                    sums.append(partial(self._sum, received, into, one.scale, one.accumulate))
+                    frees.append(partial(self._temporary.free, received))
+            self._start_together(moves, self._reduce_group)
+            for add_up in sums:
+                add_up()
+            event = self._in_flight.add(self._device.reduce_stream.record())
+        return Work(event.wait, *frees)
+
+    def _start_together(self, moves: Sequence[tuple[Any, ...]], group: Any) -> None:
+        """Start collectives on one communicator, and order the current stream behind all of them.
+
+        NCCL makes them one launch, in which they share its channels. Each is the same collective as alone, and so are
+        its bits.
+        """
+        if self._mesh.is_simulated:
+            simulate_moves([(collective, args) for collective, *args in moves], self._mesh)
+            return
+        group = dist.group.WORLD if group is None else group
+        try:
+            for work in one_launch(moves, group, self._device.torch_device, is_nccl=self._mesh.backend == "nccl"):
+                work.wait()
+        except RuntimeError as error:
+            self._links.raise_cause(error)
 
     def _own_part(self, flat: Tensor) -> Tensor:
         """Return this rank's part of a tensor (1D), without a view for each of the others."""
@@ -180,6 +228,38 @@ class TorchTransport:
             self._links.raise_cause(error)
 
 
+def one_launch(moves: Sequence[tuple[Any, ...]], group: Any, device: torch.device, *, is_nccl: bool) -> list[Any]:
+    """Start collectives on one communicator, as one with NCCL; return the works.
+
+    Process groups of torch have one operation for several all-gathers, and one for several reduce-scatters. For what
+    they have none, NCCL has groups of any collectives, which torch opens and closes.
+    """
+    if not is_nccl:
+        return [collective(*args, group=group, async_op=True) for collective, *args in moves]
+    kinds = {collective for collective, *_ in moves}
+    if kinds == {ALL_GATHER}:
+        gathers = AllgatherOptions()
+        gathers.asyncOp = True
+        return [
+            group.allgather_into_tensor_coalesced([out for _, out, _ in moves], [own for *_, own in moves], gathers)
+        ]
+    if kinds == {REDUCE_SCATTER}:
+        scatters = ReduceScatterOptions()
+        scatters.asyncOp = True
+        return [
+            group.reduce_scatter_tensor_coalesced([own for _, own, _ in moves], [all_ for *_, all_ in moves], scatters)
+        ]
+    group._start_coalescing(device)
+    try:
+        for collective, *args in moves:
+            collective(*args, group=group, async_op=True)
+    finally:
+        work = group._end_coalescing(device)
+    return [] if work is None else [work]
+
+
+ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 _DONE = Work()  # of collectives between ranks that do not exist
 
 
@@ -210,6 +290,14 @@ class SingleRankTransport:
     def all_reduce(self, part: Tensor, into: Tensor, scale: float, accumulate: bool) -> Work:
         """Start `into` = (or +=) `scale` x `part`, on the reduce stream."""
         return self.reduce_scatter(part, into, scale, accumulate)
+
+    def all_gathers(self, flats: Sequence[Tensor]) -> Work:
+        """Return a work without anything in flight."""
+        return Work()
+
+    def reduce_scatters(self, parts: Sequence[Reduction]) -> Work:
+        """Start several reduce-scatters, see `reduce_scatter`."""
+        return in_turn([self.reduce_scatter(one.flat, one.into, one.scale, one.accumulate) for one in parts])
 
     def exchange(self, outgoing: Sequence[Tensor], incoming: Sequence[Tensor]) -> None:
         """Do nothing: this rank's own parts are equal already."""

@@ -26,6 +26,7 @@ import ctypes
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from queue import SimpleQueue
 from typing import Any, Protocol
@@ -34,7 +35,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardwell.memory import StateKind, TemporaryBuffers
+from shardwell.memory import Event, StateKind, TemporaryBuffers
 from shardwell.parallel.links import Links
 from shardwell.parallel.mesh import RankGroup
 from shardwell.parallel.signal_errors import is_from_signal
@@ -81,6 +82,10 @@ class Work:
         """Let `wait` also call `more`, after everything else; return this work."""
         self._callbacks.append(more)
         return self
+
+    def enqueue(self, start: Callable[[], Event]) -> Work:
+        """Enqueue on the device what follows this collective there; `wait` waits for its event, too."""
+        return self.then(start().wait)
 
     def then_start(self, start: Callable[[], Work]) -> Work:
         """Return a work of two hops: this collective is the first, and `start` starts the second."""
@@ -147,6 +152,21 @@ class ObservedWork(Work):
         return self
 
 
+@dataclass(frozen=True)
+class Reduction:
+    """One of several reduce-scatters that start together, see `Transport.reduce_scatter`."""
+
+    flat: Tensor
+    into: Tensor
+    scale: float
+    accumulate: bool
+
+
+def in_turn(works: Sequence[Work]) -> Work:
+    """Return a work of several that are in flight at the same time."""
+    return Work(*[work.wait for work in works])
+
+
 class Transport(Protocol):
     """A way to move the bytes of all-gathers and reduce-scatters."""
 
@@ -155,6 +175,12 @@ class Transport(Protocol):
 
     def reduce_scatter(self, flat: Tensor, into: Tensor, scale: float, accumulate: bool) -> Work:
         """Start `into` = (or +=) `scale` x the sum over ranks of this rank's shard of `flat`, which becomes invalid."""
+
+    def all_gathers(self, flats: Sequence[Tensor]) -> Work:
+        """Start all-gathers of several tensors as one collective."""
+
+    def reduce_scatters(self, parts: Sequence[Reduction]) -> Work:
+        """Start several reduce-scatters as one collective."""
 
 
 class DirectTransport(Transport, Protocol):
@@ -216,6 +242,14 @@ class GlooTransport:
             partial(sum_in_rank_order, [mine, *parts], into, scale, accumulate),
             partial(self._temporary.free, received),
         )
+
+    def all_gathers(self, flats: Sequence[Tensor]) -> Work:
+        """Start all-gathers of several tensors: messages go out between slices, back to back, without a copy."""
+        return in_turn([self.all_gather(flat) for flat in flats])
+
+    def reduce_scatters(self, parts: Sequence[Reduction]) -> Work:
+        """Start several reduce-scatters, whose messages go out back to back."""
+        return in_turn([self.reduce_scatter(one.flat, one.into, one.scale, one.accumulate) for one in parts])
 
     def all_to_all(self, sent: Tensor, received: Tensor) -> Work:
         """Start to send the r-th of equal parts of `sent` to rank r, and to receive the r-th of `received` from it."""

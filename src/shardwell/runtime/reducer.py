@@ -16,9 +16,13 @@ from torch import Tensor
 
 from shardwell.optim.gradient_views import GradientViews, NoGradientViews
 from shardwell.optim.loss_scale import LossScale, NoScale
+from shardwell.parallel.joined import Joined
+from shardwell.parallel.traffic import TrafficKind
 from shardwell.runtime.trace import NOT_PROFILED, Trace, TraceAction, is_profiling, profiled
 from shardwell.sharding import ShardedGroup, Unit
 from shardwell.sharding.spec import ReduceAt
+
+_REDUCE = TrafficKind.REDUCE_SCATTER
 
 
 @dataclass
@@ -194,13 +198,14 @@ class Reducer:
     def reduce(self, unit: Unit, *, all_groups: bool = False) -> None:
         """Start to average the gradients of a unit's groups that are to be reduced now, or of all its groups."""
         step = self.micro_step
+        joined = Joined(f"REDUCE {unit.name or '(root)'}", _REDUCE) if unit.sets.joins_reductions else None
         for group in unit.trainable:
             reduce_at = group.spec.reduce_at
             if reduce_at not in step.reduces and not all_groups:
                 continue
             if self.in_flight:
                 self.finish(self._reduced_before(group))
-            if self.trace is not None:
+            if self.trace is not None and (joined is None or joined.is_empty):
                 self.trace.add(TraceAction.REDUCE_SCATTER, unit.index)
             by_steps = reduce_at is ReduceAt.MICRO_STEP and not step.paths_differ
             with torch.no_grad(), profiled("REDUCE", unit.name) if is_profiling() else NOT_PROFILED:
@@ -209,8 +214,12 @@ class Reducer:
                     stays=reduce_at in step.adds_up,
                     accumulates=step.accumulation_steps > 1 and by_steps,
                     loss_scale=self.loss_scale.value,
+                    joined=joined,
                 )
             self.in_flight[group] = step.at_boundary
+        if joined is not None:
+            with torch.no_grad(), profiled("REDUCE", unit.name) if is_profiling() else NOT_PROFILED:
+                joined.start()
 
     def _reduced_before(self, group: ShardedGroup) -> list[ShardedGroup]:
         """Return the groups whose reduction must finish before the reduction of `group` starts.

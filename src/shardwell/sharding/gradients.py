@@ -24,6 +24,7 @@ from torch import Tensor
 from shardwell.errors import ShardwellError
 from shardwell.memory import StateKind, TemporaryBuffers
 from shardwell.parallel import Collectives, TrafficKind, Work
+from shardwell.parallel.joined import Joined, JoinedRoute
 from shardwell.sharding.layout import Layout
 from shardwell.sharding.residual import QuantizationResidual
 from shardwell.sharding.spec import CommitPolicy, GroupPrecision, ShardingSpec
@@ -333,12 +334,15 @@ class Gradients:
         self.state = GradState.PARTIAL
         self.bucket.add(index, grad, scale, stays)
 
-    def reduce_scatter(self, scale: float, *, stays: bool, accumulates: bool, loss_scale: float = 1.0) -> None:
-        """Start to reduce-scatter the bucket into `reduced`; missing gradients count as zeros."""
+    def reduce_scatter(
+        self, scale: float, *, stays: bool, accumulates: bool, loss_scale: float = 1.0, joined: Joined | None = None
+    ) -> None:
+        """Start to reduce-scatter the bucket into `reduced`, or let `joined` do so; missing gradients are zeros."""
         self.loss_scale = loss_scale
         self.wait()
         self.state = GradState.REDUCING
-        bucket, reduced, comm, codecs = self.bucket, self.reduced, self._comm, self.spec.reduce_codecs
+        bucket, reduced, codecs = self.bucket, self.reduced, self.spec.reduce_codecs
+        comm = self._comm if joined is None else joined.over(self._comm)
         # padding shares a quantisation block with values
         flat = bucket.take(scale, stays=stays, clears_padding=codecs is not None)
         if self.spec.gradients.axis is None:  # into this rank's slice; `finish` starts the all-gather of the slices
@@ -346,7 +350,7 @@ class Gradients:
             self._pending = comm.reduce_scatter(flat, flat[self._local], bucket.scale, False, f"REDUCE {self._name}")
             return
         if reduced.accumulates_elsewhere and accumulates:
-            self._pending = self._scatter_micro_step(flat)
+            self._pending = self._scatter_micro_step(flat, comm)
             return
         if comm.rank_group.size == 1 and bucket.scale == 1.0 and reduced.may_be(flat, accumulates):
             self._pending = Work(partial(reduced.add, flat))
@@ -356,7 +360,7 @@ class Gradients:
         work = comm.reduce_scatter(flat, into, bucket.scale, adds, f"REDUCE {self._name}", codecs, residual=residual)
         self._pending = work.then(partial(self._temporary.free, flat))
 
-    def _scatter_micro_step(self, flat: Tensor) -> Work:
+    def _scatter_micro_step(self, flat: Tensor, comm: Collectives | JoinedRoute) -> Work:
         """Start the reduce-scatter of a micro-step that another owner accumulates."""
         scale, reduced = self.bucket.scale, self.reduced
         if self._comm.rank_group.size == 1:
@@ -364,7 +368,7 @@ class Gradients:
         fresh = reduced.allocate_micro_step()
         codecs, residual = self.spec.reduce_codecs, self._residual_for(flat) if self.spec.feedback else None
         token = f"REDUCE {self._name}"
-        work = self._comm.reduce_scatter(flat, fresh, scale, False, token, codecs, residual=residual)
+        work = comm.reduce_scatter(flat, fresh, scale, False, token, codecs, residual=residual)
         return work.then(partial(reduced.hand_over, fresh, 1.0)).then(partial(self._temporary.free, flat))
 
     def _residual_for(self, flat: Tensor) -> Tensor | None:

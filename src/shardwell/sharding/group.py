@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from shardwell.kernels.rounding import narrow
 from shardwell.memory import Event, FlatBuffer, StateKind, Tier
 from shardwell.parallel import TrafficKind, Work
+from shardwell.parallel.joined import Joined
 from shardwell.parallel.mesh import RankGroup
 from shardwell.sharding import edits, released
 from shardwell.sharding.assembled_storage import QuantizedStorage, SplitStorage
@@ -341,9 +342,11 @@ class ShardedGroup:
         if self.secondary is not None:
             self.secondary.invalidate()
 
-    def publish(self) -> Work:
-        """All-gather the updated slices of all ranks."""
-        return self.context.roles.shard.all_gather(self.flat.tensor, f"PUBLISH {self.name}", TrafficKind.PUBLISH)
+    def publish(self, joined: Joined | None = None) -> Work:
+        """All-gather the updated slices of all ranks; `joined` starts that together with those of other groups."""
+        shard = self.context.roles.shard
+        comm = shard if joined is None else joined.over(shard)
+        return comm.all_gather(self.flat.tensor, f"PUBLISH {self.name}", TrafficKind.PUBLISH)
 
     # ------------------------------------------------------------------------------------------------- offload
 

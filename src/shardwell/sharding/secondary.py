@@ -18,6 +18,7 @@ from torch import Tensor
 
 from shardwell.memory import FlatBuffer, StateKind, TemporaryBuffers
 from shardwell.parallel import Collectives, Work
+from shardwell.parallel.joined import Joined
 from shardwell.sharding.layout import even_part
 
 
@@ -27,8 +28,11 @@ class AllGather(Protocol):
     is_exact: bool  # the last all-gather gave the stored values, not values that a codec rounded
     secondary: SecondaryShard | None
 
-    def __call__(self, *, exact: bool = False) -> Work:
-        """Start to fill the flat buffer; with `exact`, the values are not quantised for the all-gather."""
+    def __call__(self, *, exact: bool = False, joined: Joined | None = None) -> Work:
+        """Start to fill the flat buffer; with `exact`, the values are not quantised for the all-gather.
+
+        `joined` starts it later, together with those of other groups.
+        """
 
 
 class SecondaryShard:
@@ -61,7 +65,7 @@ class SecondaryShard:
         self._kept[: mine.numel()] = mine
         self._kept[mine.numel() :] = rest
 
-    def gather(self, flat: Tensor) -> Work:
+    def gather(self, flat: Tensor, joined: Joined | None = None) -> Work:
         """Start filling `flat` by an all-gather within the node."""
         assert self._kept is not None
         mesh, gathers = self._comm.rank_group, self._comm.device.all_gather_stream
@@ -71,7 +75,10 @@ class SecondaryShard:
             mine.copy_(self._kept[: mine.numel()])
             rest.copy_(self._kept[mine.numel() :])
             event = gathers.record()
-        move = self._comm.all_gather(split, f"GATHER {self._name} in the node")
+        token = f"GATHER {self._name} in the node"
+        if joined is not None:
+            return joined.over(self._comm).all_gather(split, token).then(event.wait)
+        move = self._comm.all_gather(split, token)
         return Work(event.wait).then(move.wait)
 
     def invalidate(self) -> None:
@@ -91,12 +98,12 @@ class SecondaryAllGather:
         self._is_rounded = is_rounded
         self.is_exact = True
 
-    def __call__(self, *, exact: bool = False) -> Work:
+    def __call__(self, *, exact: bool = False, joined: Joined | None = None) -> Work:
         """Start to fill the flat buffer, within the node if the secondary shard is filled."""
         self.is_exact = exact or not self._is_rounded
         if self.secondary is None or (exact and self._is_rounded):
-            return self._inner(exact=exact)  # a secondary shard would hold rounded values
+            return self._inner(exact=exact, joined=joined)  # a secondary shard would hold rounded values
         if self.secondary.is_valid:
             self._flat.allocate()
-            return self.secondary.gather(self._flat.tensor)
-        return self._inner(exact=exact).then(partial(self.secondary.fill, self._flat.tensor))
+            return self.secondary.gather(self._flat.tensor, joined)
+        return self._inner(exact=exact, joined=joined).then(partial(self.secondary.fill, self._flat.tensor))

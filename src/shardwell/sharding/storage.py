@@ -22,6 +22,7 @@ from shardwell.kernels.quantize import Codec
 from shardwell.kernels.rounding import adopt, narrow
 from shardwell.memory import FlatBuffer, Stream, Tier
 from shardwell.parallel import Collectives, Work
+from shardwell.parallel.joined import Joined
 from shardwell.sharding.secondary import SecondaryShard
 from shardwell.sharding.storage_form import StorageForm
 
@@ -225,11 +226,12 @@ class DefaultAllGather:
         self._comm, self._stream = comm, comm.device.all_gather_stream
         self._is_alone = comm.rank_group.size == 1
 
-    def __call__(self, *, exact: bool = False) -> Work:
+    def __call__(self, *, exact: bool = False, joined: Joined | None = None) -> Work:
         """Start to fill the flat buffer: this rank's slice by a copy, the others in place."""
         flat = self._flat
         flat.allocate()
         with self._stream.after_current():
             self._storage.to_compute(flat.tensor[self._local])
-        work = self._comm.all_gather(flat.tensor, self._token, codec=self._codec)
+        comm = self._comm if joined is None else joined.over(self._comm)
+        work = comm.all_gather(flat.tensor, self._token, codec=self._codec)
         return Work(self._stream.record().wait) if self._is_alone else work

@@ -18,8 +18,9 @@ import torch
 from torch import Tensor, nn
 
 from shardwell.errors import ReleasedParameterError, ShardwellError
-from shardwell.parallel import Work
+from shardwell.parallel import TrafficKind, Work
 from shardwell.parallel.in_flight import LeftInFlight
+from shardwell.parallel.joined import Joined
 from shardwell.sharding import edits, released
 from shardwell.sharding.group import ShardedGroup
 from shardwell.sharding.pending_update import FailedUpdate, PendingUpdate
@@ -135,13 +136,20 @@ class Unit:
         self.changes.is_rounded = self.sets.has_codec and not exact
         self.changes.gathered_at = self.updates.count
         try:
+            joined = self._joined("GATHER", TrafficKind.ALL_GATHER) if self.sets.joins_gathers else None
             for group in self.resharding_groups:
                 stays = self.keeps_frozen and not group.trainable
-                self._pending.append(group.all_gather(exact=exact or stays))
+                self._pending.append(group.all_gather(exact=exact or stays, joined=joined))
+            if joined is not None:
+                joined.start()
         except BaseException:
             self._abandon_unshard()
             raise
         return True
+
+    def _joined(self, action: str, kind: TrafficKind) -> Joined:
+        """Return what collects the collectives of the unit's groups, to start them as one."""
+        return Joined(f"{action} {self.name or '(root)'}", kind)
 
     def _warn_of_views(self) -> None:
         self.changes.has_warned_of_views = True
@@ -335,7 +343,7 @@ class Unit:
         def finish() -> None:
             with self._failing_for_good():
                 arrival.wait()
-            for pending in [group.publish() for group in groups]:
+            for pending in self._publish(groups):
                 pending.wait()
 
         return finish
@@ -349,8 +357,8 @@ class Unit:
         if self.resharding_groups:
             if arrival is not None:  # without one, an earlier update may still be in flight
                 self.updates.pending, self.updates.is_awaited = arrival, True
-            for group in groups:  # persistent groups of a resharded unit: they must be complete before any read
-                group.publish().wait()
+            for pending in self._publish(groups):  # persistent groups: they must be complete before any read
+                pending.wait()
         elif groups or arrival is not None:
             self.wait()
             self.residency = Residency.UNSHARDING
@@ -364,7 +372,16 @@ class Unit:
         if self.updates.published is None:
             context = groups[0].context
             self.updates.published = LeftInFlight(context.roles.agreement, context.device)
-        self.updates.published.works = works = [group.publish() for group in groups]
+        self.updates.published.works = works = self._publish(groups)
+        return works
+
+    def _publish(self, groups: list[ShardedGroup]) -> list[Work]:
+        """Start the all-gathers of updated slices, several groups' as one."""
+        if not self.sets.joins_reductions:
+            return [group.publish() for group in groups]
+        joined = self._joined("PUBLISH", TrafficKind.PUBLISH)
+        works = [group.publish(joined) for group in groups]
+        joined.start()
         return works
 
     # ---------------------------------------------------------------------------------------- as a parameter owner

@@ -49,6 +49,8 @@ class GroupSets:
     published: list[ShardedGroup]  # groups whose updates are all-gathered after a step
     offloaded: list[ShardedGroup]  # resharded groups with state below the device
     has_codec: bool  # an all-gather quantises
+    joins_gathers: bool  # several groups are all-gathered, as one collective
+    joins_reductions: bool  # several groups get gradients, which are reduce-scattered as one collective
     is_speculative: bool  # updates are computed before it is known that they may be committed
 
     @classmethod
@@ -63,5 +65,12 @@ class GroupSets:
             [group for group in trainable if group.spec.publishes and group.context.roles.shard.rank_group.size > 1],
             [group for group in resharding if group.offloaded is not None],
             any(group.spec.all_gather_codec for group in resharding),
+            _join(resharding),
+            _join(trainable),
             any(group.spec.commit is CommitPolicy.SPECULATIVE for group in trainable),
         )
+
+
+def _join(groups: list[ShardedGroup]) -> bool:
+    """Return whether the collectives of groups are started as one: there are several groups, and several ranks."""
+    return len(groups) > 1 and any(group.context.roles.shard.rank_group.size > 1 for group in groups)
