@@ -122,6 +122,12 @@ def build_plain(workload: Workload) -> Trainer:
     return TorchTrainer(model, fused_adamw(model.parameters(), workload), workload, autocast=workload.bf16)
 
 
+def build_plain_bf16(workload: Workload) -> Trainer:
+    """Everything in bf16, also the state of the optimizer: no engine's numbers, but what the operations alone cost."""
+    model = seeded_model(workload).bfloat16()
+    return TorchTrainer(model, fused_adamw(model.parameters(), workload), workload)
+
+
 def build_ddp(workload: Workload) -> Trainer:
     model = nn.parallel.DistributedDataParallel(seeded_model(workload), gradient_as_bucket_view=True)
     return TorchTrainer(model, fused_adamw(model.parameters(), workload), workload, autocast=workload.bf16)
@@ -289,6 +295,7 @@ PEER_CONTENDERS = (
 
 GPU_CONTENDERS = (
     Contender("pytorch", 0, build_plain),
+    Contender("pytorch-bf16", 0, build_plain_bf16),
     Contender("fsdp2", 3, build_fsdp2),
     _deepspeed(1),
     _deepspeed(3),
