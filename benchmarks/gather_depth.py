@@ -11,7 +11,7 @@ compute says least about the time of the next all-gather. All depths have the sa
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -75,7 +75,7 @@ class Uneven(nn.Module):
 
     def __init__(self, rounds: int = 4, busy: int = 3, repeats: int = 24) -> None:
         super().__init__()
-        kinds = [*([partial(Busy, repeats)] * busy), Heavy]
+        kinds: list[Callable[[], nn.Module]] = [*([partial(Busy, repeats)] * busy), Heavy]
         self.blocks = nn.ModuleList(one() for _ in range(rounds) for one in kinds)
 
     def forward(self, x: Tensor) -> Tensor:

@@ -60,11 +60,15 @@ def test_a_unit_of_several_groups_has_one_collective_in_each_direction(ranks: Ra
             assert joined["trace"].count("R") == BLOCKS
 
 
+HOST = {"offload_optimizer": {"device": "cpu"}}
 EVERYWHERE: list[tuple[str, int, dict[str, Any]]] = [
     ("three", 2, {}),
     ("three", 3, {}),
     ("three", 3, {"zero_hpz_partition_size": 2}),
     ("three", 3, {"zero_quantized_weights": True, "zero_quantized_gradients": True}),
+    ("mixed", 2, {"replicas": 2, "steps": 2}),
+    ("mixed", 2, {"steps": 2, **HOST}),
+    ("three", 3, {"steps": 2, **HOST, "offload_param": {"device": "cpu"}}),
     ("lora", 3, {"zero_quantized_nontrainable_weights": True}),
     ("lora", 3, {"zero_quantized_nontrainable_weights": True, "zero_hpz_partition_size": 2}),
 ]
@@ -78,6 +82,7 @@ def test_nodes_codecs_and_secondary_shards_keep_their_bits(ranks: Ranks) -> None
                 same_bits_and_bytes(apart, joined)
                 gathers = joined["calls"]["ALL_GATHER"]
                 assert gathers < apart["calls"]["ALL_GATHER"] or stage == 2, (kind, block, gathers)
+                assert joined["announced"] < apart["announced"], (kind, block)
 
 
 def several_at_once() -> dict[str, Any]:
