@@ -115,6 +115,40 @@ def test_torch_starts_several_tensors_as_one_collective(ranks: Ranks) -> None:
         assert at_once["ops"] == {"allgather_into_tensor_coalesced_": 1, "reduce_scatter_tensor_coalesced_": 1}
 
 
+class Coalescing:
+    """As much of a process group as NCCL's groups of collectives need; it notes what happens between begin and end."""
+
+    def __init__(self) -> None:
+        self.events: list[str] = []
+
+    def _start_coalescing(self, device: torch.device) -> None:
+        self.events.append("begin")
+
+    def _end_coalescing(self, device: torch.device) -> Coalescing:
+        self.events.append("end")
+        return self
+
+
+def test_collectives_of_several_kinds_are_one_group_of_nccl_which_ends_whatever_happens() -> None:
+    group, device = Coalescing(), torch.device("cpu")
+
+    def one(name: str, *, group: Coalescing, async_op: bool) -> None:
+        assert async_op
+        group.events.append(name)
+
+    def other(name: str, *, group: Coalescing, async_op: bool) -> None:
+        one(name, group=group, async_op=async_op)
+        raise RuntimeError("a communicator is broken")
+
+    works = one_launch([(one, "first"), (one, "second")], group, device, is_nccl=True)
+    assert works == [group]
+    assert group.events == ["begin", "first", "second", "end"]
+    group.events.clear()
+    with pytest.raises(RuntimeError, match="broken"):
+        one_launch([(one, "first"), (other, "second"), (one, "third")], group, device, is_nccl=True)
+    assert group.events == ["begin", "first", "second", "end"]
+
+
 class Fault(Exception):  # noqa: N818
     """What nobody expects."""
 
