@@ -10,6 +10,8 @@ import torch
 import torch.distributed as dist
 
 from shardwell.errors import ShardwellError
+from shardwell.memory import Event
+from shardwell.parallel.joined import JoinedWork
 from shardwell.parallel.torch_transport import ALL_GATHER, REDUCE_SCATTER, one_launch
 from tests.support.faults import fault_at
 from tests.support.library_route import take_the_route
@@ -147,6 +149,16 @@ def test_collectives_of_several_kinds_are_one_group_of_nccl_which_ends_whatever_
     with pytest.raises(RuntimeError, match="broken"):
         one_launch([(one, "first"), (other, "second"), (one, "third")], group, device, is_nccl=True)
     assert group.events == ["begin", "first", "second", "end"]
+
+
+def test_what_follows_a_part_that_was_never_started_does_not_run() -> None:
+    followed: list[str] = []
+    part = JoinedWork()
+    part.enqueue(Event).then(lambda: followed.append("filled"))
+    for _ in range(2):
+        with pytest.raises(ShardwellError, match="never started"):
+            part.wait()
+    assert followed == []
 
 
 class Fault(Exception):  # noqa: N818
