@@ -40,7 +40,7 @@ def same_bits_and_bytes(apart: dict[str, Any], joined: dict[str, Any]) -> None:
     assert joined["wire"] == apart["wire"]
 
 
-CASES = [(kind, stage, {}) for kind in KINDS for stage in (1, 2, 3)]
+CASES = [(kind, stage, {}) for kind in KINDS for stage in (0, 1, 2, 3)]
 GATHERED = {"lora": 2, "mixed": 2, "three": 3}  # groups of a block
 TRAINED = {"lora": 1, "mixed": 2, "three": 2}
 
@@ -64,6 +64,7 @@ def test_a_unit_of_several_groups_has_one_collective_in_each_direction(ranks: Ra
 
 HOST = {"offload_optimizer": {"device": "cpu"}}
 EVERYWHERE: list[tuple[str, int, dict[str, Any]]] = [
+    ("mixed", 0, {}),
     ("three", 2, {}),
     ("three", 3, {}),
     ("three", 3, {"zero_hpz_partition_size": 2}),
@@ -83,7 +84,7 @@ def test_nodes_codecs_and_secondary_shards_keep_their_bits(ranks: Ranks) -> None
             for (kind, stage, block), (apart, joined) in zip(EVERYWHERE, answers, strict=True):
                 same_bits_and_bytes(apart, joined)
                 gathers = joined["calls"]["ALL_GATHER"]
-                assert gathers < apart["calls"]["ALL_GATHER"] or stage == 2, (kind, block, gathers)
+                assert gathers < apart["calls"]["ALL_GATHER"] or stage < 3, (kind, block, gathers)
                 assert joined["announced"] < apart["announced"], (kind, block)
 
 
