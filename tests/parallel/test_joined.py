@@ -80,8 +80,9 @@ EVERYWHERE: list[tuple[str, int, dict[str, Any]]] = [
 def test_nodes_codecs_and_secondary_shards_keep_their_bits(ranks: Ranks) -> None:
     """On both routes: the host starts what follows a hop, or the device does."""
     for ranks_per_node in (0, 2):
-        for answers in ranks.run(4, both, EVERYWHERE, ranks_per_node):
-            for (kind, stage, block), (apart, joined) in zip(EVERYWHERE, answers, strict=True):
+        cases = [case for case in EVERYWHERE if not (ranks_per_node and "offload_optimizer" in case[2])]
+        for answers in ranks.run(4, both, cases, ranks_per_node):
+            for (kind, stage, block), (apart, joined) in zip(cases, answers, strict=True):
                 same_bits_and_bytes(apart, joined)
                 gathers = joined["calls"]["ALL_GATHER"]
                 assert gathers < apart["calls"]["ALL_GATHER"] or stage < 3, (kind, block, gathers)
