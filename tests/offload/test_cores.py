@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import os
+import threading
 from collections import Counter
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+import pytest
+import torch
+import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
+import shardwell
+from shardwell.memory import Device
 from shardwell.offload.cores import update_cores
+from tests.support.models import Gpt, batches, share, zero
+from tests.support.ranks import Ranks
 
 BUSES = ["0000:1a:00.0", "0000:3B:00.0", "0000:9a:00.0", "0000:bb:00.0"]
 
@@ -78,3 +87,32 @@ def spread(root: Path, buses: list[str], num_cores: int, num_nodes: int) -> list
 def test_there_is_always_a_core(tmp_path: Path) -> None:
     assert update_cores(3, BUSES, range(2), tmp_path) == [1]
     assert update_cores(0, BUSES, range(2), tmp_path) == [0]
+
+
+def cores_of_updates() -> tuple[list[int], list[int]]:
+    """The cores that this rank may use, and those on which its thread for updates runs; all ranks have a GPU each."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    allowed = sorted(os.sched_getaffinity(0))
+    buses = [f"0000:{number:02x}:00.0" for number in range(size)]
+    model = Gpt(blocks=2)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Device, "local_gpu_buses", lambda self: (rank, buses))
+        block = {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}
+        optimizer = torch.optim.AdamW(model.parameters())
+        engine = shardwell.initialize(model=model, optimizer=optimizer, config=zero(2, **block)).engine
+    engine.backward(engine(share(batches(1, size)[0], rank, size)))
+    engine.step()
+    engine(share(batches(1, size)[0], rank, size))  # waits for the updates, which have a thread then
+    threads = [thread for thread in threading.enumerate() if thread.name == "shardwell host updates"]
+    found = [sorted(os.sched_getaffinity(thread.native_id)) for thread in threads if thread.native_id is not None]
+    engine.destroy()
+    return allowed, found[-1]
+
+
+def test_the_updates_of_2_and_4_ranks_run_on_cores_of_their_own(ranks: Ranks) -> None:
+    for size in (2, 4):
+        answers = ranks.run(size, cores_of_updates)
+        users = Counter(core for _, cores in answers for core in cores)
+        num_cores = len(answers[0][0])
+        assert max(users.values()) <= -(-size // num_cores), answers
+        assert len({len(cores) for _, cores in answers}) == 1, answers

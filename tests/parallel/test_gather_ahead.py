@@ -1,4 +1,4 @@
-"""Two units are all-gathered ahead where there is room for both, with the same bits as one."""
+"""What is all-gathered ahead: two units where there is room for both, and updated parameters under the next forward."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ import torch
 import torch.distributed as dist
 
 import shardwell
-from tests.support.internals import gather_ahead
+from shardwell.sharding import Residency
+from tests.support.internals import gather_ahead, units_of
 from tests.support.models import Gpt, batches, share, whole_parameters, zero
 from tests.support.ranks import Ranks
 
@@ -40,3 +41,35 @@ def test_two_units_are_gathered_ahead_where_both_fit_into_the_bucket(ranks: Rank
         assert small["trace"] == one["trace"]  # a bucket of one block has no room for the second
         for name, values in one["values"].items():
             assert (values == two["values"][name]).all(), name
+
+
+def publishes(stage: int) -> dict[str, Any]:
+    """The order in which units are published, and which of them are still under way when each block begins."""
+    torch.manual_seed(0)
+    model = Gpt(blocks=4)
+    engine = shardwell.initialize(
+        model=model, optimizer=torch.optim.AdamW(model.parameters()), config=zero(stage, shardwell={"bundle_size": 0})
+    ).engine
+    mine = share(batches(1, 4)[0], dist.get_rank(), dist.get_world_size())
+    with engine.record() as trace:
+        engine.backward(engine(mine))
+        engine.step()
+    under_way: list[list[str]] = []
+
+    def note(*_: Any) -> None:
+        under_way.append([unit.name for unit in units_of(engine) if unit.residency is Residency.UNSHARDING])
+
+    hooks = [block.register_forward_pre_hook(note) for block in model.blocks]
+    engine(mine)
+    for hook in hooks:
+        hook.remove()
+    published = [int(token[1:]) for token in str(trace).split("\n")[0].split() if token[0] == "P"]
+    return {"published": [units_of(engine)[number].name for number in published], "under way": under_way}
+
+
+def test_units_are_published_in_the_order_of_the_next_forward_and_under_it(ranks: Ranks) -> None:
+    for stage in (1, 2):
+        for found in ranks.run(2, publishes, stage):
+            blocks = [f"blocks.{number}" for number in range(4)]
+            assert found["published"] == ["", "embed", *blocks]
+            assert found["under way"] == [blocks[number + 1 :] for number in range(4)]

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 
 import shardwell
 from shardwell.parallel.traffic import TrafficKind
@@ -14,7 +15,7 @@ from tests.support.internals import collect_apart, roles_of
 from tests.support.models import whole_parameters, zero
 from tests.support.wire_counter import WireCounter
 
-WIDTH, BLOCKS, STEPS = 24, 3, 3
+WIDTH, BLOCKS, STEPS = 24, 3, 2
 
 
 class Several(nn.Module):
@@ -55,11 +56,13 @@ def make(kind: str, stage: int, *, apart: bool, **block: Any) -> shardwell.Engin
     return engine
 
 
-def engine_of(model: nn.Module, stage: int, **block: Any) -> shardwell.Engine:
-    """An engine with a unit for each block."""
+def engine_of(model: nn.Module, stage: int, *, steps: int = 1, replicas: int = 1, **block: Any) -> shardwell.Engine:
+    """An engine with a unit for each block, which accumulates `steps` micro-steps."""
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.05, momentum=0.9)
-    config = zero(stage, zero_optimization=block, shardwell={"bundle_size": 0, "divergence_timeout": 10.0})
-    engine: shardwell.Engine = shardwell.initialize(model=model, optimizer=optimizer, config=config).engine
+    own = {"bundle_size": 0, "divergence_timeout": 10.0}
+    config = zero(stage, zero_optimization=block, shardwell=own, gradient_accumulation_steps=steps)
+    mesh = None if replicas == 1 else init_device_mesh("cpu", (replicas, dist.get_world_size() // replicas))
+    engine: shardwell.Engine = shardwell.initialize(model=model, optimizer=optimizer, config=config, mesh=mesh).engine
     return engine
 
 
@@ -80,8 +83,9 @@ def train(kind: str, stage: int, *, apart: bool, **block: Any) -> dict[str, Any]
             if step < STEPS - 1:
                 counter.calls.clear()
                 counter.received.clear()
-            engine.backward(engine(rows(step).to(device)))
-            engine.step()
+            for micro in range(engine.gradient_accumulation_steps()):
+                engine.backward(engine(rows(step + 100 * micro).to(device)))
+                engine.step()
     announced, report = tokens.num_announced - before, engine.traffic()
     values = {name: tensor.double().cpu() for name, tensor in whole_parameters(engine.module).items()}
     found = {

@@ -256,10 +256,10 @@ class GradientOffloader:
     def accumulate(self, unit: Unit) -> None:
         """Add the gradients of a micro-step to the sums on the host, for groups that have one."""
         self._free_copied(_NUM_LEAVING)
-        handed = {group: group.gradients.reduced.take_micro_step() for group in unit.trainable}
-        new = {group: one for group, one in handed.items() if one is not None}
-        if not new:
+        mine = [group for group in unit.trainable if group.gradients.reduced.micro_step is not None]
+        if not mine:
             return
+        new = {group: one for group in mine if (one := group.gradients.reduced.take_micro_step()) is not None}
         on_device = {group: tensor for group, (tensor, _) in new.items()}
         transfer = GradientTransfer(dict(on_device))
         if self._context.device.has_device_memory:

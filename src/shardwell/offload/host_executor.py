@@ -239,7 +239,8 @@ class HostExecutor:
                 self.queue.settle(unit, factor, options)
                 yield unit
             elif any(g.is_stepped_on_host and g.gradients.result is not None for g in unit.trainable):
-                self.queue.offloader.offload(unit, waits=True)  # gradients that no micro-step added to at the boundary
+                if unit.index not in self._norms:  # gradients that no micro-step added to at the boundary
+                    self.queue.offloader.offload(unit, waits=True)
                 shards = list(self.slices.seen(unit, unseen, self._split))
                 self.queue.start(unit, shards, options, factor)
                 yield unit

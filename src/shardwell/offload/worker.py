@@ -237,6 +237,9 @@ class _Agenda:
         Events are asked until one has passed, and not those of all tasks. What was asked before is asked again then: a
         task may wait for a more urgent one that has an earlier event, and that event may have passed in the meantime.
         """
+        first = self._tasks[0] if self._tasks else None
+        if first is not None and first.urgency < urgency and first.after.is_done:
+            return first  # none is more urgent
         found: _Task | None = None
         before = [task for task in self._tasks if task.urgency < urgency]
         while (place := next((n for n, task in enumerate(before) if task.after.is_done), None)) is not None:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
+from shardwell.errors import ShardwellError
 from shardwell.kernels.quantize import Codec
 from shardwell.memory import Event
 from shardwell.parallel import quantized
@@ -37,8 +38,10 @@ class JoinedWork(Work):
         return (self.whole is None or self.whole.is_done) and super().is_done
 
     def wait(self) -> None:
-        if self.whole is not None:
-            self.whole.wait()
+        if self.whole is None:  # what follows must not take what never came for data
+            self._callbacks = []
+            raise ShardwellError("this part of a collective was never started: another part of it failed")
+        self.whole.wait()
         super().wait()
 
     def begin(self, whole: Work) -> None:
@@ -51,11 +54,7 @@ class JoinedWork(Work):
         events: list[Event] = []
         self._enqueues.append(lambda: events.append(start()))
 
-        def wait() -> None:
-            for event in events:  # none, if the whole was never started
-                event.wait()
-
-        return self.then(wait)
+        return self.then(lambda: events[0].wait())
 
     def start_next_hop(self) -> bool:
         return self.whole is not None and self.whole.start_next_hop()

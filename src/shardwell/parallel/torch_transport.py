@@ -131,8 +131,8 @@ class TorchTransport:
     def _start_together(self, moves: Sequence[tuple[Any, ...]], group: Any) -> None:
         """Start collectives on one communicator, and order the current stream behind all of them.
 
-        NCCL makes them one launch, in which they share its channels. Each is the same collective as alone, and so are
-        its bits.
+        NCCL makes them one launch, in which they share its channels. Each is the same collective as alone; only if NCCL
+        chooses another algorithm for the larger launch, its own sums of more than two ranks have another order.
         """
         if self._mesh.is_simulated:
             simulate_moves([(collective, args) for collective, *args in moves], self._mesh)

@@ -244,10 +244,16 @@ class Reducer:
     def finish(self, groups: Sequence[ShardedGroup] | None = None) -> None:
         """Wait for the reduction of these groups, or of all in flight, and call `reduced` for their units."""
         reduced: dict[str, bool] = {}
+        published: dict[str, Joined] = {}  # by unit with several groups: what follows at stage 0
         with torch.no_grad():
             for group in list(self.in_flight) if groups is None else groups:
-                group.gradients.finish()
-                reduced[group.unit] = self.in_flight.pop(group)
+                name = group.unit
+                if self.units[name].sets.joins_reductions and name not in published:
+                    published[name] = Joined(f"PUBLISH {name or '(root)'}", TrafficKind.PUBLISH)
+                group.gradients.finish(published.get(name))
+                reduced[name] = self.in_flight.pop(group)
+            for joined in published.values():
+                joined.start()
         if self.reduced is not None:
             for name, at_boundary in reduced.items():
                 self.reduced(self.units[name], at_boundary)

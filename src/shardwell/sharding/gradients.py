@@ -383,17 +383,18 @@ class Gradients:
         """Start the second hop of a reduce-scatter where the host has to; false if no hop is left to start."""
         return self._pending is not None and self._pending.start_next_hop()
 
-    def finish(self) -> None:
+    def finish(self, joined: Joined | None = None) -> None:
         """Wait for the reduce-scatter.
 
-        With specs that keep full gradients this only starts the all-gather; `wait` waits for it.
+        With specs that keep full gradients this, or `joined`, only starts the all-gather; `wait` waits for it.
         """
         if self._pending is not None:
             pending, self._pending = self._pending, None
             flat, self._averaged = self._averaged, None
             pending.wait()
             if flat is not None:
-                published = self._comm.all_gather(flat, f"PUBLISH {self._name}", TrafficKind.PUBLISH)
+                comm = self._comm if joined is None else joined.over(self._comm)
+                published = comm.all_gather(flat, f"PUBLISH {self._name}", TrafficKind.PUBLISH)
                 self._publishing = published.then(partial(self.reduced.add, flat))
             if self.state is GradState.REDUCING:
                 self.state = GradState.REDUCED
