@@ -64,6 +64,6 @@ def test_a_model_that_is_born_sharded_and_cut_is_never_whole(ranks: Ranks) -> No
     one = 1 / (2 * BLOCKS)  # parameter
     for found in ranks.run(4, peaks):
         assert found["whole"] >= 1  # the counter sees a model that is whole
-        # This rank's half, before the units shard it, beside one parameter that is whole, twice while it is gathered.
-        assert found["sharded"] < 1 / 2 + 2 * one
+        # This rank's share, over tensor and data axes, beside one parameter that is whole, and a copy or part of it.
+        assert found["sharded"] < 1 / 4 + 2 * one + 0.01
         assert found["sharded at the end"] < 1 / 4 + one

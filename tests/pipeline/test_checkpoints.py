@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import shardwell
-from shardwell.errors import CheckpointError
+from shardwell.errors import CheckpointError, ShardwellError
 from tests.support.pipelines import NUM_MICRO_BATCHES, Decoder, micro_batches, next_token_loss, pipeline_config, plain
 from tests.support.ranks import Ranks
 
@@ -94,3 +94,17 @@ def load_strange(folder: str, config: dict[str, Any]) -> str:
 def test_tensors_that_no_stage_has_are_named(ranks: Ranks, tmp_path: Path) -> None:
     for words in ranks.run(2, load_strange, str(tmp_path), pipeline_config(1, "1f1b", stages=2)):
         assert "it lacks nothing, and holds 'blocks.4.down.weight'" in words
+
+
+def divided_twice() -> str:
+    divided = shardwell.pipeline.split(model_of(0), loss_fn=next_token_loss)
+    engine = shardwell.initialize(model=divided, config=pipeline_config(1, "1f1b")).engine
+    engine.destroy()
+    with pytest.raises(ShardwellError) as caught:
+        shardwell.initialize(model=divided, config=pipeline_config(1, "1f1b"))
+    return str(caught.value)
+
+
+def test_a_model_of_which_ranks_have_stages_is_not_divided_again(ranks: Ranks) -> None:
+    for words in ranks.run(2, divided_twice):
+        assert "an earlier engine has divided this model" in words

@@ -194,7 +194,7 @@ def _cut_over_tensor_axis(model: nn.Module, settings: Config, context: EngineCon
 
     block = settings.tensor_parallel
     asked = PlanRequest(block.plan, block.partition_config, block.sequence_parallel, block.tp_overlap_comm)
-    return cut_model(model, context.roles, asked, context.tied)
+    return cut_model(model, context, asked)
 
 
 def _engine(

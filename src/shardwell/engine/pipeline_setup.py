@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from shardwell import activation_checkpointing
 from shardwell.config import Config, ShardwellConfig, ZeroConfig
 from shardwell.engine.consistency import before_dividing
-from shardwell.errors import ConfigError
+from shardwell.errors import ConfigError, ShardwellError
 from shardwell.parallel import Collectives
 from shardwell.parallel.consistency import check_alike
 from shardwell.parallel.grid import Grid
@@ -138,6 +138,11 @@ def plan_pipeline(
     rank = roles.grid.position(roles.all.rank_group.rank)["pipe"]
     if isinstance(divided, PipelineModule):
         _check_layout(roles.grid)
+    if divided.layers.are_divided:
+        raise ShardwellError(
+            "pipeline: an earlier engine has divided this model, and the layers of other ranks are gone: build it "
+            "again, and load the checkpoint of that engine"
+        )
     borders = divided.borders(num_ranks * chunks, block.partition)
     check_alike(roles.all, "initialize", before_dividing(divided, borders))
     whole = list(model.parameters())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -77,6 +78,8 @@ class PipelineModule(nn.Module):
             stage = next(number for number, end in enumerate(self._cut[1:]) if index < end)
             is_own = stage % self.num_stages == self.stage_id
             self.add_module(str(index), self._built(index) if is_own else PassThrough())
+            if not is_own and isinstance(self._specs[index], nn.Module):
+                self._specs[index] = _BuiltElsewhere(_class_name(self._specs[index]))  # its parameters are free then
 
     @property
     def model(self) -> PipelineModule:
@@ -143,6 +146,13 @@ class PipelineModule(nn.Module):
         return built if isinstance(built, nn.Module) else FunctionLayer(built)
 
 
+@dataclass(frozen=True)
+class _BuiltElsewhere:
+    """A layer that came built, and that other ranks have."""
+
+    class_name: str
+
+
 def _call(module: nn.Module, inputs: Any) -> Any:
     return module(inputs)
 
@@ -154,7 +164,7 @@ def _cost(spec: Any) -> LayerCost:
 
 
 def _class_name(spec: Any) -> str:
-    return spec.class_name if isinstance(spec, LayerSpec) else type(spec).__name__
+    return spec.class_name if isinstance(spec, LayerSpec | _BuiltElsewhere) else type(spec).__name__
 
 
 def _index_along_pipe(num_stages: int) -> int:

@@ -86,7 +86,7 @@ def _watch_ends(passage: Passage, first: Place | None, last: Place | None) -> No
         last.module.register_forward_hook(note)
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Place:
     """A child of a module, which a stage may replace."""
 
@@ -109,6 +109,7 @@ class Layers:
     before: list[Place] = field(default_factory=list)  # modules with parameters that run before the first layer
     after: list[Place] = field(default_factory=list)  # and after the last one
     is_chain: bool = True  # the model is nothing but its layers: it is called with the hidden state
+    are_divided: bool = False  # the layers of other ranks are gone
 
     def modules_of(self, index: int) -> list[nn.Module]:
         """Return a layer, with the modules before the first and after the last one."""
@@ -190,10 +191,10 @@ class StageModules:
         names = {id(parameter): name for name, parameter in model.named_parameters()}
         others = [{id(place.module) for place, _ in self._roles[stage]} for stage in self.stages]
         gone = [place for place, _ in self._roles[self.stages[0]] if id(place.module) in set.intersection(*others)]
-        for place in gone:
-            place.put(
-                PassThrough().stand_for(place.module, place.name, model)
-            )  # outside of `running`, it only keeps the place
+        for place in gone:  # outside of `running`, what stands there only keeps the place
+            place.module = PassThrough().stand_for(place.module, place.name, model)
+            place.put(place.module)
+            self.layers.are_divided = True
         for name, parameter in list(model.named_parameters()):
             if (first := names[id(parameter)]) != name:
                 _hold(model, first, parameter)

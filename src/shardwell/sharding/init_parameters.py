@@ -57,8 +57,10 @@ class InitRegistry:
         comm.agreement = self.agreement = Agreement(world, settings.shardwell.divergence_timeout, comm.abort_links)
         self.agreement.advise, self.agreement.probe = (lambda ours, theirs: _ADVICE), comm.links.probe
         tiers = rest.open_tiers(device, memory_stats, temporary) if rest.tier is Tier.DISK else None
-        self.context = EngineContext(device, memory_stats, temporary, MeshRoles.for_one_axis(comm), tiers)
-        self.rest = rest
+        self._begin(EngineContext(device, memory_stats, temporary, MeshRoles.for_one_axis(comm), tiers), rest)
+
+    def _begin(self, context: EngineContext, rest: InitStorage) -> None:
+        self.context, self.rest = context, rest
         self.is_open = False  # a `zero.Init` context is open
         self._whole: list[InitParameter] = []
         self._all: weakref.WeakSet[InitParameter] = weakref.WeakSet()
@@ -128,6 +130,21 @@ class InitRegistry:
         self._all.discard(one)
 
 
+class PartRegistry(InitRegistry):
+    """The registry of parts of parameters of `zero.Init`, which were cut: the ranks with the same part share it."""
+
+    def __init__(self, context: EngineContext, rest: InitStorage) -> None:
+        stats, self.agreement = MemoryStats(), context.roles.agreement
+        temporary = TemporaryBuffers(context.device, stats)
+        self._begin(EngineContext(context.device, stats, temporary, context.roles), rest)
+
+    def keep(self, name: str, parameter: nn.Parameter, module: weakref.ref[nn.Module]) -> None:
+        """Shard a parameter that is a part, and which all ranks call by this name, until a unit takes it over."""
+        one = InitParameter(self, module, name, parameter, is_part=True)
+        self._all.add(one)
+        one.shard()
+
+
 class InitParameter:
     """One parameter of `zero.Init`, and its owner."""
 
@@ -135,9 +152,16 @@ class InitParameter:
     _flat: FlatBuffer
 
     def __init__(
-        self, registry: InitRegistry, module: weakref.ref[nn.Module], name: str, parameter: nn.Parameter
+        self,
+        registry: InitRegistry,
+        module: weakref.ref[nn.Module],
+        name: str,
+        parameter: nn.Parameter,
+        *,
+        is_part: bool = False,
     ) -> None:
-        self.module = module
+        """`is_part`: other ranks have parameters of this name and of another shape."""
+        self.module, self._is_part = module, is_part
         self._registry, self._name, self.parameter = registry, name, parameter
         self._shard: FlatBuffer | None = None
         self._swapped: SwappedOut | None = None  # holds the shard, if it is stored on disk
@@ -279,7 +303,7 @@ class InitParameter:
             rest = self._registry.rest
             pinned = rest.pinned and rest.tier is Tier.HOST
             self._shard = self._buffer(local.stop - local.start, dtype, rest.tier, pinned=pinned)
-        token = f"FOLD {self._name} {tuple(self.parameter.shape)}"
+        token = f"FOLD {self._words}"
         with self._fetched(changes=True):
             context.roles.shard.scatter(flat.to(dtype), self._shard.tensor, token)
         if self._swapped is None and context.tiers is not None:
@@ -319,8 +343,17 @@ class InitParameter:
             return self._shard.tensor[:num_own].clone()
 
     @property
+    def rest(self) -> InitStorage:
+        """Return the way in which the shard is stored."""
+        return self._registry.rest
+
+    @property
+    def _words(self) -> str:
+        return self._name if self._is_part else f"{self._name} {tuple(self.parameter.shape)}"
+
+    @property
     def _gather_token(self) -> str:
-        return f"GATHER {self._name} {tuple(self.parameter.shape)}"
+        return f"GATHER {self._words}"
 
     def meet(self) -> None:
         """Wait for all ranks that will all-gather the parameter, if it is sharded."""
@@ -404,7 +437,7 @@ class InitParameter:
         self._held -= 1
         if modifier_rank is not None:
             self._take_replaced()
-            token = f"WRITE {self._name} {tuple(self.parameter.shape)}"
+            token = f"WRITE {self._words}"
             self._registry.context.roles.data.broadcast(self._flat.tensor, modifier_rank, token=token)
 
 

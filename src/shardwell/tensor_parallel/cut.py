@@ -14,8 +14,11 @@ import torch
 from torch import nn
 
 from shardwell.errors import ConfigError, ShardwellError
+from shardwell.memory import Tier
 from shardwell.parallel import Collectives
+from shardwell.sharding import EngineContext, released
 from shardwell.sharding.context import TiedCopies
+from shardwell.sharding.init_parameters import InitParameter, PartRegistry
 from shardwell.sharding.tensor_part import TensorPart, mark_part, mark_partial, part_of
 from shardwell.sharding.whole_tensor import first_values
 from shardwell.tensor_parallel import layers, overlap
@@ -35,13 +38,13 @@ class Cutter:
 
     model: nn.Module
     plan: Mapping[str, str]  # style by full name
-    stage: Collectives  # the ranks that hold the same model
+    context: EngineContext
     inside: CutRegion  # of layers in blocks, between which sequences may be split
     outside: CutRegion  # of other layers
     blocks: tuple[str, ...]  # names of the blocks
     gathered: CutRegion | None = None  # of layers in modules of blocks that take whole sequences
-    tied: TiedCopies | None = None  # parameters that another pipeline stage has, too
     hooks: list[Any] = field(default_factory=list)
+    _registry: PartRegistry | None = None  # of parts of parameters that come from zero.Init
 
     def cut(self) -> None:
         """Cut all that the plan names."""
@@ -52,8 +55,9 @@ class Cutter:
             else:
                 self._cut_parameter(name, parameters[name], style)
         self._follow_ties()
-        if self.tied is not None and self.tied.comm.rank_group.size > 1:
-            self._follow_copies(self.tied, parameters)
+        tied = self.context.tied  # parameters that another pipeline stage has, too
+        if tied is not None and tied.comm.rank_group.size > 1:
+            self._follow_copies(tied, parameters)
 
     def _region(self, name: str) -> CutRegion:
         block = next((block for block in self.blocks if name.startswith(f"{block}.")), None)
@@ -227,11 +231,20 @@ class Cutter:
                 + (f" by {style}" if blocks else "")
             )
         part = TensorPart(shape, dim, axis.size, axis.rank, blocks)
-        parameter.data = part.cut(first_values(name, parameter, self.stage)).clone(
+        before = released.owner_or_none(parameter)
+        parameter.data = part.cut(first_values(name, parameter, self.context.roles.stage)).clone(
             memory_format=torch.contiguous_format
         )
         mark_part(parameter, part)
+        if isinstance(before, InitParameter):
+            self._keep_sharded(name, parameter, before)
         return part
+
+    def _keep_sharded(self, name: str, parameter: nn.Parameter, before: InitParameter) -> None:
+        """Shard a part over the ranks that have the same one, until its unit takes it over."""
+        if self.context.roles.shard.rank_group.size > 1 and before.rest.tier is not Tier.DISK:
+            self._registry = self._registry or PartRegistry(self.context, before.rest)
+            self._registry.keep(name, parameter, before.module)
 
     def _follow_ties(self) -> None:
         """Cut the layers that share a cut parameter: the embedding of a vocabulary whose last layer is cut."""

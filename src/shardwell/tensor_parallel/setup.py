@@ -12,12 +12,12 @@ import torch
 from torch import nn
 
 from shardwell.errors import ConfigError, ShardwellError
-from shardwell.parallel import MeshRoles, TrafficKind
+from shardwell.parallel import TrafficKind
 from shardwell.parallel.model_axis import ModelAxis
 from shardwell.runtime.aborted_forwards import AbortHook
 from shardwell.runtime.first_forwards import generating_models
 from shardwell.runtime.randomness import align_randomness, draws_in
-from shardwell.sharding.context import TiedCopies
+from shardwell.sharding import EngineContext
 from shardwell.sharding.tensor_part import (
     check_parts,
     is_marked,
@@ -80,11 +80,9 @@ class CutModel:
             region.close()
 
 
-def cut_model(model: nn.Module, roles: MeshRoles, asked: PlanRequest, tied: TiedCopies | None = None) -> CutModel:
-    """Cut a model over the tensor axis, unless its parameters say that they are parts. All ranks must call it.
-
-    `tied` are the parameters that another pipeline stage has, too.
-    """
+def cut_model(model: nn.Module, context: EngineContext, asked: PlanRequest) -> CutModel:
+    """Cut a model over the tensor axis, unless its parameters say that they are parts. All ranks must call it."""
+    roles = context.roles
     assert roles.tensor is not None
     axis = ModelAxis(roles.tensor, TrafficKind.TENSOR)
     align_randomness(roles.tensor)
@@ -112,7 +110,7 @@ def cut_model(model: nn.Module, roles: MeshRoles, asked: PlanRequest, tied: Tied
     plan = plan_of(model, asked.plan, asked.layer_specs)
     cut_blocks = blocks_in_plan(model, plan)
     gathered = regions[-1] if asked.sequence_parallel else None
-    cutter = Cutter(model, plan, roles.stage, inside, outside, cut_blocks, gathered, tied)
+    cutter = Cutter(model, plan, context, inside, outside, cut_blocks, gathered)
     cutter.cut()
     if asked.sequence_parallel:
         cutter.hooks += _split_over(model, cutter, inside)
