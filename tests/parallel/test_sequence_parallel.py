@@ -18,7 +18,7 @@ CASES = {
     0: [PACKED, LLAMA],
     1: [PADDED, replace(LLAMA, data="packed")],
     2: [SPARSE, SequenceCase(model={"kv_heads": 2})],
-    3: [replace(PACKED, accumulation=2), PADDED, replace(SPARSE, accumulation=1), replace(LLAMA, data="packed")],
+    3: [replace(PACKED, accumulation=2, steps=8), PADDED, replace(SPARSE, accumulation=1), replace(LLAMA, data="packed")],
 }
 
 

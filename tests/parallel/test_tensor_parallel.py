@@ -18,7 +18,7 @@ CASES = {  # tensor ranks with whole sequences, with parts of sequences and with
     0: [TIED, LOSS, RECOMPUTED],
     1: [TensorCase(), replace(LOSS, accumulation=2), SEQUENCE],
     2: [replace(TIED, accumulation=2), LOSS, SEQUENCE],
-    3: [TensorCase(plan=PLAN, model={"tied": True}, accumulation=2), LOSS, RECOMPUTED],
+    3: [TensorCase(plan=PLAN, model={"tied": True}, accumulation=2, steps=8), LOSS, RECOMPUTED],
 }
 
 

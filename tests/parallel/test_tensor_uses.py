@@ -108,7 +108,7 @@ def hand_cut(stage: int, way: str) -> dict[str, Tensor]:
     config = zero(stage, gradient_clipping=0.1, train_micro_batch_size_per_gpu=1)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     engine = shardwell.initialize(model=model, optimizer=optimizer, config=config, **axes).engine
-    for step in range(8):
+    for step in range(4):
         engine.backward(engine(inputs(step).chunk(2)[engine.data_rank]).square().mean())
         engine.step()
     return engine.state_dict()
@@ -122,7 +122,7 @@ def test_parameters_with_megatrons_attributes_are_taken_as_parts(ranks: Ranks) -
     torch.manual_seed(0)
     model = HandCut(None, 1).double()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    for step in range(8):
+    for step in range(4):
         optimizer.zero_grad()
         model(inputs(step)).square().mean().backward()
         nn.utils.clip_grad_norm_(model.parameters(), 0.1)

@@ -11,7 +11,7 @@ import shardwell
 from tests.support.pipelines import Decoder, next_token_loss, pipeline_config, plain, stream
 from tests.support.ranks import Ranks
 
-STEPS = 8
+STEPS = 4
 PLAN = {"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}
 
 

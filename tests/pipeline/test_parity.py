@@ -12,7 +12,7 @@ import shardwell
 from tests.support.pipelines import CHUNKS, Decoder, chain, next_token_loss, pipeline_config, plain, stream
 from tests.support.ranks import Ranks
 
-STEPS = 8
+STEPS = 4
 MODELS = {
     "chain": lambda: chain(2),
     "tied": lambda: Decoder(2, tied=True),

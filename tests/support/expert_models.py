@@ -107,7 +107,7 @@ class ExpertCase:
     family: str = ""  # of Transformers; empty: the model of this module
     config: dict[str, Any] = field(default_factory=dict)
     size: int = 2
-    steps: int = 8
+    steps: int = 4  # as many as a case of `training.py` has, for its reasons
     accumulation: int = 1
     clip: float = 0.05
     born_sharded: bool = False

@@ -102,7 +102,7 @@ class TensorCase:
     model: dict[str, Any] = field(default_factory=dict)
     config: dict[str, Any] = field(default_factory=dict)
     tensor: dict[str, Any] = field(default_factory=dict)
-    steps: int = 8
+    steps: int = 4  # as many as a case of `training.py` has, for its reasons
     accumulation: int = 1
     clip: float = 0.05
     size: int = 2
