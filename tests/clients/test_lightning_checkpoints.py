@@ -190,6 +190,7 @@ def with_callbacks(folder: str) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.slow
 def test_callbacks_and_hooks_work_on_folders(ranks: Ranks, tmp_path: Path) -> None:
     found, _ = ranks.run(2, with_callbacks, str(tmp_path))
     assert len(found["files"]) == 2  # the folders of worse epochs are removed

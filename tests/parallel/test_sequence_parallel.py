@@ -18,10 +18,16 @@ CASES = {
     0: [PACKED, LLAMA],
     1: [PADDED, replace(LLAMA, data="packed")],
     2: [SPARSE, SequenceCase(model={"kv_heads": 2})],
-    3: [replace(PACKED, accumulation=2, steps=8), PADDED, replace(SPARSE, accumulation=1), replace(LLAMA, data="packed")],
+    3: [
+        replace(PACKED, accumulation=2, steps=8),
+        PADDED,
+        replace(SPARSE, accumulation=1),
+        replace(LLAMA, data="packed"),
+    ],
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", CASES)
 def test_sequence_and_data_axes_follow_one_process(ranks: Ranks, stage: int) -> None:
     for found in ranks.run(4, on_axis, CASES[stage], stage)[::3]:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -54,6 +55,7 @@ def steady_steps(stage: int, blocks: int, on_host: bool = False) -> dict[str, An
     return {"asked": asked, "reads": reads[3:]}
 
 
+@pytest.mark.slow
 def test_a_steady_step_asks_no_store_and_reads_back_as_much_with_many_blocks_as_with_few(ranks: Ranks) -> None:
     for stage, on_host in ((0, False), (1, False), (2, False), (3, False), (3, True)):
         few, many = (ranks.run(2, steady_steps, stage, blocks, on_host) for blocks in (2, 6))

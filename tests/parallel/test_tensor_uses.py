@@ -149,6 +149,7 @@ OTHERS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", [1, 3])
 def test_init_and_layer_specs_follow_one_process(ranks: Ranks, stage: int) -> None:
     for case, values in zip(OTHERS, ranks.run(4, on_grid, OTHERS, stage)[3], strict=True):
@@ -176,6 +177,7 @@ def stepped(kind: str, stage: int, size: int) -> dict[str, Tensor]:
     return engine.state_dict()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["Lamb", "Muon"])
 def test_optimizers_of_whole_tensors_see_whole_tensors(ranks: Ranks, kind: str) -> None:
     expected = ranks.run(1, stepped, kind, 0, 1)[0]
@@ -202,6 +204,7 @@ def replicated(stage: int) -> dict[str, Tensor]:
     return engine.state_dict()
 
 
+@pytest.mark.slow
 def test_replicas_of_tensor_ranks_follow_one_process(ranks: Ranks) -> None:
     for found in ranks.run(8, replicated, 3)[::7]:
         assert distance(found, plainly(TensorCase(steps=2)))[0] < 1e-10
@@ -221,6 +224,7 @@ def again() -> list[dict[str, Tensor]]:
     return [trained, {name: value.detach() for name, value in model.state_dict().items()}]
 
 
+@pytest.mark.slow
 def test_a_cut_model_is_compiled_handed_on_and_made_whole(ranks: Ranks) -> None:
     for found in ranks.run(2, again):
         for values in found:
@@ -247,6 +251,7 @@ def norms(stage: int, configs: list[dict[str, Any]]) -> list[list[float]]:
     return found
 
 
+@pytest.mark.slow
 def test_precisions_tiers_and_codecs_work_on_a_grid(ranks: Ranks) -> None:
     configs = [{}, *(config for _, config, _ in TIERS)]
     first, *others = ranks.run(4, norms, 3, configs)
@@ -366,6 +371,7 @@ def differing(case: str) -> str:
     return ""
 
 
+@pytest.mark.slow
 def test_ranks_of_a_tensor_line_that_differ_are_named(ranks: Ranks) -> None:
     rows = ranks.run(4, differing, "rows")
     assert all("rank" in words and "take the same rows" in words for words in rows[2:])

@@ -53,6 +53,7 @@ def test_states_of_7_5b_follow_the_table_of_the_zero_paper(stage: int, ranks: in
     assert report.at_rest(Tier.DEVICE) == pytest.approx(expected[stage], rel=0.001)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("stage", "zero"),
     [
@@ -225,6 +226,7 @@ def test_blocks_that_are_recomputed_under_autocast_have_a_time() -> None:
     assert report.time.seconds > 0
 
 
+@pytest.mark.slow
 def test_compiled_models_are_planned_as_they_are_without_compilation() -> None:
     plain = nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 1))
     found = [

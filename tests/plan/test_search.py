@@ -34,6 +34,7 @@ def two_nodes() -> AutoPlan:
     return Search(MODEL, BASE, machine(4, 2), 32).run()
 
 
+@pytest.mark.slow
 def test_the_first_plan_fits_and_one_more_sequence_does_not(two_nodes: AutoPlan) -> None:
     best = two_nodes.best
     assert best is not None
@@ -89,6 +90,7 @@ def test_nothing_fits_is_said_with_reasons() -> None:
     assert found.as_dict()["fits"] is False
 
 
+@pytest.mark.slow
 def test_a_batch_of_all_ranks_is_divided() -> None:
     base = {**BASE, "train_batch_size": 24}
     found = Search(MODEL, base, replace(machine(4, 4, 1e9), speeds=None), 8, recomputes=False).run()
@@ -99,6 +101,7 @@ def test_a_batch_of_all_ranks_is_divided() -> None:
         Search(MODEL, {**BASE, "train_batch_size": 25}, machine(6, 3, 1e9), 8).run()
 
 
+@pytest.mark.slow
 def test_a_batch_that_is_too_small_for_all_ranks_is_shared_along_an_axis() -> None:
     found = Search(MODEL, {**BASE, "train_batch_size": 2}, machine(4, 2, 1e9), 8, recomputes=False).run()
     assert found.best is not None
@@ -109,6 +112,7 @@ def test_a_batch_that_is_too_small_for_all_ranks_is_shared_along_an_axis() -> No
     assert any("4 ranks cannot share evenly" in one.why for one in found.dropped)
 
 
+@pytest.mark.slow
 def test_axes_that_are_given_are_kept() -> None:
     base = {**BASE, "sequence_parallel_size": 2}
     found = Search(MODEL, base, machine(4, 2, 1e9), 32, recomputes=False, micro_batch=1).run()
@@ -136,6 +140,7 @@ def answers(config: dict[str, Any], on: SimulatedMachine, recomputes: bool = Tru
     return list(Explanation(first, MODEL.report(first.config, on, 128, recomputes), 128, MODEL).answers())
 
 
+@pytest.mark.slow
 def test_answers_come_with_figures_of_simulations() -> None:
     found = {one.question: one for one in answers({"zero_optimization": {"stage": 3}}, machine(4, 2))}
     batch = next(one for question, one in found.items() if "largest micro-batch" in question).figures["micro_batch"]
@@ -159,6 +164,7 @@ def test_answers_come_with_figures_of_simulations() -> None:
     assert node["states"] > 0
 
 
+@pytest.mark.slow
 def test_a_change_that_a_configuration_does_not_admit_is_an_answer() -> None:
     cut = {"zero_optimization": {"stage": 3}, "tensor_parallel": {"autotp_size": 2}}
     found = {one.question: one for one in answers(cut, machine(4, 2))}
@@ -169,6 +175,7 @@ def test_a_change_that_a_configuration_does_not_admit_is_an_answer() -> None:
     assert found["What would one more node bring?"].figures["gpus"] == 6
 
 
+@pytest.mark.slow
 def test_what_does_not_fit_is_told_the_smallest_change() -> None:
     size = sum(one.numel() for one in MODEL.whole().parameters())
     found = answers({"zero_optimization": {"stage": 0}}, machine(4, 4, 9.0 * size))[0]

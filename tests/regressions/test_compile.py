@@ -75,6 +75,7 @@ def train_both(stage: int, backend: str, dtype: torch.dtype = torch.float64) -> 
     return train(stage, "", dtype), train(stage, backend, dtype)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", [1, 3])
 def test_compiled_units_train_as_they_do_eagerly(ranks: Ranks, stage: int) -> None:
     """Gathers inside the graph break it; here they stay outside, and all blocks share one graph for good."""
@@ -140,6 +141,7 @@ def train_in_all_ways(stage: int) -> dict[str, dict[str, Any]]:
     return {way: train_compiled_by_the_user(stage, way) for way in ways}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", [2, 3])
 def test_a_model_that_the_user_compiled_trains_and_compiles_while_gradients_wait(ranks: Ranks, stage: int) -> None:
     """Dynamo traced the engine's hooks, and described gradients that stand for others: internal errors of its own."""
