@@ -45,6 +45,7 @@ def test_the_first_plan_fits_and_one_more_sequence_does_not(two_nodes: AutoPlan)
         assert not MODEL.report(config, replace(one.report.machine, speeds=None), 32, again).fits, str(one)
 
 
+@pytest.mark.slow
 def test_plans_are_ordered_by_the_seconds_of_a_token(two_nodes: AutoPlan) -> None:
     assert two_nodes.best is not None
     seconds = [one.speed.seconds for one in two_nodes.plans[1:]]
@@ -54,6 +55,7 @@ def test_plans_are_ordered_by_the_seconds_of_a_token(two_nodes: AutoPlan) -> Non
     assert all("times the time of a token" in why for _, why in two_nodes.reasons())
 
 
+@pytest.mark.slow
 def test_everything_that_is_not_a_plan_has_a_reason(two_nodes: AutoPlan) -> None:
     classes = structure_classes(machine(4, 2), 1, None, has_disk=False, has_axes=True, layers=SIZES.layers)
     assert {(one.tensor, one.sequence, one.pipe) for one in classes} == {
@@ -64,6 +66,7 @@ def test_everything_that_is_not_a_plan_has_a_reason(two_nodes: AutoPlan) -> None
     assert all(one.why for one in two_nodes.dropped)
 
 
+@pytest.mark.slow
 def test_the_configuration_has_only_keys_that_differ_from_defaults(two_nodes: AutoPlan) -> None:
     found = two_nodes.config()
     assert found["optimizer"] == BASE["optimizer"]

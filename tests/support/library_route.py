@@ -165,6 +165,7 @@ def on_the_cpu(stage: int) -> list[dict[str, Any]]:
     """In a rank of the pool: with real peers, and a process group that is not called gloo."""
     rank, store = dist.get_rank(), dist.distributed_c10d._get_default_store()
     os.environ.update(LOCAL_WORLD_SIZE=str(RANKS_PER_NODE), LOCAL_RANK=str(rank % RANKS_PER_NODE))
+    dist.barrier()  # a rank that is quick must not cut links that others still make
     dist.destroy_process_group()
     if not hasattr(dist.Backend, NAME.upper()):
         dist.Backend.register_backend(NAME, _gloo, devices=["cpu"])

@@ -129,6 +129,7 @@ def test_core_classes_have_few_attributes() -> None:
     assert not too_many, too_many
 
 
+@pytest.mark.slow
 def test_core_classes_have_few_collaborators() -> None:
     found = {one.name: sorted(collaborators(module, one)) for module, one in core_classes()}
     assert found["Scheduler"], "the check finds none"
