@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -48,7 +49,8 @@ def steady_steps(stage: int, blocks: int, on_host: bool = False) -> dict[str, An
         if number == 3:
             board, agreement = board_of(engine), roles_of(engine).agreement
             board._ask = partial(note, asked, agreement, board._ask)  # type: ignore[method-assign]
-        with ReadsBack() as mode:
+        mode = ReadsBack()
+        with mode if number >= 3 else nullcontext():
             engine.backward(engine(share(batch, dist.get_rank(), dist.get_world_size())))
             engine.step()
         reads.append(mode.num)
