@@ -50,9 +50,9 @@ def test_a_rank_that_differs_is_named_and_one_that_honestly_differs_trains(tmp_p
 
 
 def test_a_fault_at_an_operation_of_a_pipeline_is_told_and_a_restart_resumes(tmp_path: Path) -> None:
-    found = run("stage_faults", tmp_path, 4)
+    found = run("stage_faults", tmp_path, 2)
     assert found["bad"] == []
-    assert found["tried"] == 4
+    assert found["tried"] == 2
 
 
 def test_a_job_trains_within_its_limit_of_memory_or_is_refused(tmp_path: Path) -> None:
