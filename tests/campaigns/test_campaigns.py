@@ -29,7 +29,7 @@ def run(name: str, folder: Path, count: int) -> dict[str, Any]:
 
 
 def test_a_mutated_configuration_works_or_is_refused_by_a_sentence(tmp_path: Path) -> None:
-    found = run("configurations", tmp_path, 200)
+    found = run("configurations", tmp_path, 100)
     assert found["bad"] == []
     assert found["outcomes"]["works"] > 0
     assert found["outcomes"]["refused"] > 0
@@ -37,34 +37,34 @@ def test_a_mutated_configuration_works_or_is_refused_by_a_sentence(tmp_path: Pat
 
 @pytest.mark.skipif(shutil.which("cc") is None, reason="there is no C compiler to build the library of faults with")
 def test_a_fault_of_a_file_is_told_or_changes_nothing(tmp_path: Path) -> None:
-    found = run("io_faults", tmp_path, 40)
+    found = run("io_faults", tmp_path, 20)
     assert found["bad"] == []
     assert found["outcomes"]["told"] > 0
     assert found["outcomes"]["unharmed"] > 0
 
 
 def test_a_rank_that_differs_is_named_and_one_that_honestly_differs_trains(tmp_path: Path) -> None:
-    found = run("ranks_that_differ", tmp_path, 12)
+    found = run("ranks_that_differ", tmp_path, 8)
     assert found["bad"] == []
     assert found["outcomes"]["named"] > 0
 
 
 def test_a_fault_at_an_operation_of_a_pipeline_is_told_and_a_restart_resumes(tmp_path: Path) -> None:
-    found = run("stage_faults", tmp_path, 4)
+    found = run("stage_faults", tmp_path, 2)
     assert found["bad"] == []
-    assert found["tried"] == 4
+    assert found["tried"] == 2
 
 
 def test_a_job_trains_within_its_limit_of_memory_or_is_refused(tmp_path: Path) -> None:
-    found = run("memory_limits", tmp_path, 3)
+    found = run("memory_limits", tmp_path, 2)
     assert found["bad"] == []
-    assert found["tried"] == 3
+    assert found["tried"] == 2
 
 
 def test_forms_of_random_models_are_what_an_engine_takes(tmp_path: Path) -> None:
-    found = run("forms", tmp_path, 20)
+    found = run("forms", tmp_path, 10)
     assert found["bad"] == []
-    assert found["outcomes"] == {"the same to the byte": 20}
+    assert found["outcomes"] == {"the same to the byte": 10}
 
 
 def test_several_runs_of_a_campaign_count_together() -> None:

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.slow
 
 
 def test_changed_checkpoints_are_refused_or_loaded_as_they_were(ranks: Ranks, tmp_path: Path) -> None:
-    result = Campaign(tmp_path, 1, ranks).run(48, HANG)
+    result = Campaign(tmp_path, 1, ranks).run(32, HANG)
     assert result.bad == []
     assert result.outcomes["refused"] > result.tried / 2
     assert result.figures["at another layout"] > 0

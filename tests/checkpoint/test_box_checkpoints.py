@@ -371,6 +371,7 @@ def load_at_two_ranks(root: str) -> dict[str, Tensor]:
     return load_engine(engine_of(torch.zeros(SHAPE)), Path(root))
 
 
+@pytest.mark.slow
 def test_halves_of_engines_are_loaded_by_two_ranks(trained: dict[str, Tensor], tmp_path: Path, ranks: Ranks) -> None:
     for found in ranks.run(2, load_at_two_ranks, str(tmp_path / "run")):
         assert_same({name: torch.as_tensor(value) for name, value in found.items()}, trained)

@@ -228,6 +228,7 @@ def from_ranks(ranks: Ranks, save: Callable[[str], Any], path: Path) -> tuple[Dc
     return DcpSource(path), {name: torch.from_numpy(array) for name, array in expected.items()}
 
 
+@pytest.mark.slow
 def test_what_fsdp2_saves_from_two_ranks_is_read_whole_and_in_part(ranks: Ranks, tmp_path: Path) -> None:
     source, expected = from_ranks(ranks, save_fsdp2, tmp_path)
     assert_same(everything(source), expected)

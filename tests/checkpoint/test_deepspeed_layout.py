@@ -62,6 +62,7 @@ def assert_layout_is(layout: Layout, tensors: dict[str, Tensor], values: dict[st
 CUT = [case for case in CASES if not case.startswith("stage0")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CUT)
 def test_deepspeeds_own_checkpoints_are_cut_for_other_ranks_and_stages(case: str, tmp_path: Path) -> None:
     """Each of them at each stage; the numbers of ranks take turns."""

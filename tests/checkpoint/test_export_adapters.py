@@ -229,6 +229,7 @@ def test_code_of_a_models_own_is_left_out_of_a_merge(tmp_path: Path) -> None:
     assert (tmp_path / "out" / "model.safetensors").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("key", "value"),
     [

@@ -130,6 +130,7 @@ def test_a_failure_of_the_first_checkpoint_leaves_it_or_nothing(tmp_path: Path, 
         assert load(folder) == 2
 
 
+@pytest.mark.slow
 @FAILURES
 def test_a_failure_while_pruning_leaves_no_half_checkpoint(tmp_path: Path, error: Any, forever: bool) -> None:
     def prepare(folder: Folder) -> None:

@@ -106,6 +106,7 @@ json_values = st.recursive(
 )
 
 
+@pytest.mark.slow
 @settings(deadline=None)
 @given(st.dictionaries(st.text(), tilings(), max_size=4), st.dictionaries(st.text(), json_values, max_size=4))
 def test_any_manifest_comes_back_from_json(tensors: dict[str, TensorRecord], values: dict[str, Any]) -> None:

@@ -33,6 +33,7 @@ def test_values_of_codes_become_the_same_codes(is_second: bool) -> None:
         assert torch.equal(again[:], before[:])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", [1, 3])
 def test_8_bit_moments_are_the_same_bits_after_a_load_at_the_same_ranks(
     ranks: Ranks, tmp_path: Path, stage: int

@@ -131,6 +131,7 @@ def be_killed_or_survive(rank: int, port: int, root: str) -> None:
     Path(root, "heard").write_text(json.dumps([time.monotonic() - begin, words]))
 
 
+@pytest.mark.slow
 def test_who_waits_for_a_save_in_which_a_rank_was_killed_hears_so_soon(
     tmp_path: Path, preloaded_processes: None
 ) -> None:

@@ -39,6 +39,7 @@ def through_json(value: Any) -> Any:
     return decode(json.loads(text), "value", lambda name: tensors[int(name)])
 
 
+@pytest.mark.slow
 @given(NESTED)
 def test_values_come_back_as_they_were(value: Any) -> None:
     found = through_json(value)

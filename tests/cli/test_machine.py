@@ -44,6 +44,7 @@ def test_doctor_tells_which_kernels_run(machine: subprocess.CompletedProcess[str
     assert json.loads(machine.stdout)["kernels"] == asdict(kernels.describe())
 
 
+@pytest.mark.slow
 def test_doctor_measures_a_disk_only_when_asked(
     machine: subprocess.CompletedProcess[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

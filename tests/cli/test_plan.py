@@ -84,6 +84,7 @@ def test_what_does_not_fit_comes_with_the_smallest_change(tmp_path: Path) -> Non
     assert found["smallest_change"]["words"] == "stage 1"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
@@ -212,6 +213,7 @@ def test_presets_have_the_sizes_of_their_names() -> None:
         assert billions_of(PRESETS[name]) == pytest.approx(float(name.split("-")[-1].rstrip("b")), rel=0.05), name
 
 
+@pytest.mark.slow
 def test_the_fastest_plan_comes_with_a_configuration_that_can_be_planned(tmp_path: Path) -> None:
     written(tmp_path)
     code, text = planned(str(tmp_path), "--gpus", "2", "--gpu", "t4", "--seq", "32", "--auto", "--keep", "--json")
@@ -235,6 +237,7 @@ def test_a_stage_that_initialize_would_choose_is_not_planned(tmp_path: Path) -> 
     assert "let shardwell plan --auto choose" in text
 
 
+@pytest.mark.slow
 def test_blocks_that_are_null_are_absent_and_numbers_may_be_text(tmp_path: Path) -> None:
     written(tmp_path)
     where = tmp_path / "zero.json"
@@ -262,6 +265,7 @@ def test_a_batch_of_all_ranks_that_is_asked_for_is_planned(tmp_path: Path) -> No
     assert json.loads(text[text.index("{") :])["config"]["train_micro_batch_size_per_gpu"] == 4
 
 
+@pytest.mark.slow
 def test_questions_are_answered_in_words_and_in_figures(tmp_path: Path) -> None:
     written(tmp_path)
     code, text = planned(str(tmp_path), "--gpus", "2", "--gpu", "t4", "--seq", "128", "--explain", "--json")

@@ -152,6 +152,7 @@ for step in range(3):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("how", "code", "words"),
     [
@@ -202,6 +203,7 @@ def test_several_nodes_need_an_address_to_meet(script: Path) -> None:
     assert (result.returncode, "pass --master-addr" in result.stderr) == (2, True)
 
 
+@pytest.mark.slow
 def test_the_example_trains_and_shows_what_stage_3_does(tmp_path: Path) -> None:
     text = tmp_path / "text"
     text.write_bytes(bytes(range(256)) * 16)

@@ -45,6 +45,7 @@ def contrast(one: list[float], other: list[float]) -> float:
     return (high + 0.05) / (low + 0.05)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
 @pytest.mark.parametrize("width", [1200, 390, 320])
 def test_nothing_overflows_and_everything_can_be_read(browser: Browser, page: Path, width: int, dark: bool) -> None:

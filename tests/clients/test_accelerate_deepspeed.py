@@ -31,7 +31,7 @@ def parts():
     model = nn.Sequential(nn.Linear(4, 9), nn.Tanh(), nn.Linear(9, 8), nn.Tanh(), nn.Linear(8, 2))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.02, weight_decay=0.1)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3, gamma=0.5)
-    rows = torch.randn(22, 4, generator=torch.Generator().manual_seed(1))
+    rows = torch.randn(14, 4, generator=torch.Generator().manual_seed(1))
     return model, optimizer, DataLoader(TensorDataset(rows), batch_size=2), scheduler
 
 def train(accelerator, prepared, clip, epochs=1):

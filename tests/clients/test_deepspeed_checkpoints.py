@@ -116,6 +116,7 @@ def kinds(config: dict[str, Any]) -> list[bool]:
     return [isinstance(optimizer, kind) for kind in (DeepSpeedZeroOptimizer, DeepSpeedZeroOptimizer_Stage3)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_an_engine_goes_on_where_it_was_saved(ranks: Ranks, tmp_path: Path, stage: int) -> None:
     plain = settings(stage, scheduler=WARMUP, bf16={"enabled": True})

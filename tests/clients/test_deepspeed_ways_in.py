@@ -17,6 +17,7 @@ TOO_LATE = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("client", ["accelerate", "transformers", "lightning"])
 def test_after_a_client_it_refuses_with_the_right_order(client: str, tmp_path: Path) -> None:
     done = run_python("-c", f"{TOO_LATE[client]}\nimport shardwell.compat.deepspeed", cwd=tmp_path)
@@ -27,6 +28,7 @@ def test_after_a_client_it_refuses_with_the_right_order(client: str, tmp_path: P
     assert "import shardwell.compat.deepspeed` at the top" in last
 
 
+@pytest.mark.slow
 def test_before_a_client_it_is_found_by_it(tmp_path: Path) -> None:
     script = (
         "import shardwell.compat.deepspeed\n"
@@ -41,6 +43,7 @@ def test_before_a_client_it_is_found_by_it(tmp_path: Path) -> None:
     assert done.stdout.split() == ["True"] * 5, done.stderr
 
 
+@pytest.mark.slow
 def test_lightning_may_come_before_as_long_as_it_has_not_looked(tmp_path: Path) -> None:
     done = run_python(
         "-c", "import lightning.fabric\nimport shardwell.compat.deepspeed\nimport deepspeed", cwd=tmp_path
@@ -215,6 +218,7 @@ def _with(folder: Path) -> str:
     return f"{folder}:{environment()['PYTHONPATH']}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("module", "words"),
     [

@@ -64,6 +64,7 @@ def from_a_file(path: str) -> dict[str, Any]:
     return {**found, "test": tested[0]["test"], "warnings": [str(one.message) for one in caught]}
 
 
+@pytest.mark.slow
 def test_weights_of_a_file_of_another_strategy_are_loaded(ranks: Ranks, saved: dict[str, str]) -> None:
     found = ranks.run(2, from_a_file, saved["ddp"])
     weights = torch.load(saved["ddp"], weights_only=False)["state_dict"]
@@ -190,6 +191,7 @@ def with_callbacks(folder: str) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.slow
 def test_callbacks_and_hooks_work_on_folders(ranks: Ranks, tmp_path: Path) -> None:
     found, _ = ranks.run(2, with_callbacks, str(tmp_path))
     assert len(found["files"]) == 2  # the folders of worse epochs are removed

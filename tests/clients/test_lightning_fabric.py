@@ -115,6 +115,7 @@ def saved_and_loaded(folder: str, leg: int) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_ranks", [2, 3])
 def test_fabric_goes_on_at_another_number_of_ranks(ranks: Ranks, tmp_path: Path, num_ranks: int) -> None:
     ranks.run(2, saved_and_loaded, str(tmp_path), 1)

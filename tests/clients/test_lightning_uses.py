@@ -111,6 +111,7 @@ def odd_modules() -> dict[str, Any]:
     return found
 
 
+@pytest.mark.slow
 def test_modules_that_drive_themselves_follow_ddp(ranks: Ranks) -> None:
     found = ranks.run(2, odd_modules)[0]
     for kind in ("Manual", "Clipping", "Backward", "Partly", "Thawing"):

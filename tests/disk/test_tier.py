@@ -250,6 +250,7 @@ def test_a_fork_can_end_while_its_parent_goes_on(engine: str, tmp_path: Path) ->
     subprocess.run(command, env=environment(), check=True, timeout=HANG)
 
 
+@pytest.mark.slow
 @EACH
 @pytest.mark.parametrize("kind", ["a write", "an urgent read"])
 def test_a_long_read_holds_up_neither_writes_nor_what_is_urgent(engine: str, kind: str, tmp_path: Path) -> None:

@@ -119,6 +119,7 @@ except Exception as error:
 """
 
 
+@pytest.mark.slow
 def test_a_limit_on_files_is_named(tmp_path: Path) -> None:
     call = [sys.executable, "-c", LIMITED, os.fspath(tmp_path)]
     found = subprocess.run(call, capture_output=True, text=True, timeout=HANG).stdout

@@ -23,6 +23,7 @@ def outputs(cell: Any) -> str:
     return "".join(found)
 
 
+@pytest.mark.slow
 def test_the_notebook_runs_with_each_later_cell_run_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in environment().items():
         monkeypatch.setenv(name, value)

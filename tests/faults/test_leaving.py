@@ -39,6 +39,7 @@ print("ended")
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", [1, 2])
 def test_slower_ranks_get_what_the_last_step_has_published(tmp_path: Path, stage: int) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)

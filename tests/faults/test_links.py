@@ -260,6 +260,7 @@ def timeouts() -> list[float]:
 
 def with_a_timeout(meeting: str) -> list[float]:
     rank, size = dist.get_rank(), dist.get_world_size()
+    dist.barrier()  # a rank that is quick must not cut links that others still make
     dist.destroy_process_group()
     dist.init_process_group("gloo", meeting, rank=rank, world_size=size, timeout=timedelta(seconds=77))
     return timeouts()

@@ -31,6 +31,7 @@ def test_a_sum_of_squares_is_exact_to_the_last_digits(backend: kernels.Backend, 
         assert backend.sum_of_squares(data, 2) == pytest.approx(expected, rel=1e-13)
 
 
+@pytest.mark.slow
 @EACH
 @pytest.mark.parametrize("make", [any_bits, likely])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

@@ -56,6 +56,7 @@ def test_encoding(
     assert torch.equal(ours, theirs)
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(
     numel=NUMELS.filter(bool),

@@ -40,6 +40,7 @@ def greatest(values: Tensor) -> Tensor:
     return padded.amax(1).repeat_interleave(kernels.BLOCK)[: values.numel()]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("isa", isas())
 @pytest.mark.parametrize("make", [likely, any_bits])
 def test_kernels_give_the_bits_of_the_reference(isa: str, make: object) -> None:

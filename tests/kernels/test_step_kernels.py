@@ -27,6 +27,7 @@ pytestmark = pytest.mark.skipif(not isas(), reason="the native library was not b
 TYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
+@pytest.mark.slow
 @ISAS
 @pytest.mark.parametrize("name", RULES)
 def test_all_types_give_the_bits_of_the_reference(isa: str, name: str) -> None:
@@ -54,6 +55,7 @@ def test_any_length_and_place(isa: str, name: str) -> None:
         assert differing(ours, theirs) == {}, (numel, offset)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", [REFERENCE, *map(library, isas())], ids=lambda backend: backend.isa)
 @pytest.mark.parametrize("name", RULES)
 def test_out_of_place_gives_the_bits_of_in_place(backend: kernels.Backend, name: str) -> None:

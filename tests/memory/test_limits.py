@@ -99,6 +99,7 @@ print(free_host_bytes(1), free_host_bytes(2))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["RLIMIT_AS", "RLIMIT_DATA"])
 def test_a_ulimit_is_a_budget_of_each_rank(kind: str) -> None:
     limit = 6 << 30  # less than what is free on most machines, and more than Python and torch have in use
@@ -153,6 +154,7 @@ print(free_host_bytes())
 """
 
 
+@pytest.mark.slow
 def test_a_real_group_limits_the_budget() -> None:
     with real_group(2 << 30) as folder:
         command = [sys.executable, "-c", IN_A_GROUP, str(folder)]

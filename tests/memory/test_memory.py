@@ -171,6 +171,7 @@ def bytes_of_construction(stage: int) -> dict[str, int]:
     }
 
 
+@pytest.mark.slow
 def test_init_never_holds_more_than_the_shards_and_one_unit(ranks: Ranks) -> None:
     for answer in ranks.run(4, bytes_of_construction, 3):
         slack = 0.05 * answer["model"]  # padding of single parameters, temporaries of initialisers

@@ -95,6 +95,7 @@ def cut(kinds: list[str], split: bool) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("split", [False, True])
 def test_plans_with_latent_attention_experts_and_sinks_follow_one_process(ranks: Ranks, split: bool) -> None:
     kinds = list(MODELS)

@@ -60,6 +60,7 @@ def of_one_process(name: str) -> dict[str, torch.Tensor]:
     return train_plainly(disturb(build(name)), name)[2]
 
 
+@pytest.mark.slow
 def test_models_cut_by_transformers_follow_one_process(ranks: Ranks) -> None:
     answers = ranks.run(4, all_trained, NAMES, 3)[0]
     for name, values in zip(NAMES, answers, strict=True):
@@ -67,6 +68,7 @@ def test_models_cut_by_transformers_follow_one_process(ranks: Ranks) -> None:
         assert difference < 1e-10, f"{name}: {where} differs by {difference}"
 
 
+@pytest.mark.slow
 def test_from_pretrained_with_a_tensor_plan_trains(ranks: Ranks, tmp_path: Path) -> None:
     disturb(build("llama")).save_pretrained(tmp_path)
     for values in ranks.run(2, loaded_and_trained, str(tmp_path), "llama", 1):

@@ -51,6 +51,7 @@ def on_a_grid(stage: int, tensor: dict[str, Any], folder: str) -> dict[str, Tens
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", [1, 3])
 def test_adapters_of_cut_layers_follow_one_process(ranks: Ranks, stage: int, tmp_path: Path) -> None:
     model = adapted()

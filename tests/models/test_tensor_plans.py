@@ -83,6 +83,7 @@ def cut(kinds: list[str], stage: int, tensor: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("stage", "sequence"), [(3, False), (1, True)])
 def test_plans_of_models_follow_one_process(ranks: Ranks, stage: int, sequence: bool) -> None:
     kinds = list(MODELS) if not sequence else ["Llama", "Qwen3", "Olmo2"]  # norms of heads, and of all heads together

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -114,12 +115,14 @@ def check_ways(found: dict[str, Any], ways: tuple[str, ...], num_gathers: int, n
         assert bundled["bytes"] <= alone["bytes"] * 1.01, recompute  # the padding of fewer units is smaller
 
 
+@pytest.mark.slow
 def test_a_bundle_is_one_collective_and_gives_the_same_bits_at_stage_3(ranks: Ranks) -> None:
     for found in ranks.run(2, in_several_ways, 3, RECOMPUTE):
         check_ways(found, RECOMPUTE, 8, 4)  # root, embedding and two bundles, in forward and backward
         assert {state for way in found.values() for name, state in way["units"]} == {"sharded"}
 
 
+@pytest.mark.slow
 def test_a_bundle_is_one_collective_and_gives_the_same_bits_at_stages_1_and_2(ranks: Ranks) -> None:
     for stage, ways in ((1, RECOMPUTE[1:2]), (2, RECOMPUTE[::2])):
         for found in ranks.run(2, in_several_ways, stage, ways):

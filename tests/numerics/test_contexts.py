@@ -57,6 +57,7 @@ LOOKS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", LOOKS)
 def test_looking_at_parameters_leaves_their_masters_alone(ranks: Ranks, how: str) -> None:
     for case, distance in ranks.run(2, all_masters, how)[0].items():

@@ -19,6 +19,7 @@ def test_values_changed_by_hand_are_trained_on(ranks: Ranks, stage: int, precisi
     check(ranks.run(2, every_edit, stage, precision, "")[0], 2, most)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("offload", "precision", "most"), [("cpu", "fp32", 1e-5), ("cpu", "fp16", 0.03), ("nvme", "bf16", 0.03)]
 )

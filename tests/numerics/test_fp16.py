@@ -91,6 +91,7 @@ def train_all(cases: list[Case]) -> list[list[list[Any]]]:
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_training_follows_the_plain_loop(ranks: Ranks, num_ranks: int) -> None:
     cases = CASES if num_ranks == 2 else CASES[1:3]

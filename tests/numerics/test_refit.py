@@ -142,6 +142,7 @@ def labels_of_newcomers(stage: int) -> tuple[dict[str, Any], dict[str, Any]]:
     return before, after
 
 
+@pytest.mark.slow
 def test_newcomers_train_only_if_the_optimizer_was_given_them(ranks: Ranks) -> None:
     for by_stage in ranks.run(2, at_all_stages, labels_of_newcomers):
         for stage, (before, after) in zip(STAGES, by_stage, strict=True):
@@ -164,6 +165,7 @@ def away_and_back(stage: int) -> tuple[Any, Any, Any]:
     return before, away, whole_parameters(model)["blocks.1.up.weight"]
 
 
+@pytest.mark.slow
 def test_a_block_that_comes_back_trains_again(ranks: Ranks) -> None:
     for before, away, after in ranks.run(2, at_all_stages, away_and_back)[0]:
         assert (before == away).all()

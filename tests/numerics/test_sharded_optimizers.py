@@ -210,6 +210,7 @@ def thaw_all() -> dict[str, list[dict[str, Tensor]]]:
     return {kind: [thaw_in_between(kind, stage) for stage in stages] for kind, stages in REBUILT.items()}
 
 
+@pytest.mark.slow
 def test_state_of_any_optimizer_survives_a_rebuilt_unit(ranks: Ranks) -> None:
     for kind, answers in ranks.run(2, thaw_all)[0].items():
         model = build()

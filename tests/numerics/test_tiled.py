@@ -172,6 +172,7 @@ def put_together(model: nn.Module) -> dict[str, Tensor]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("stage", "recompute"), [(1, False), (2, True), (3, False), (3, True)])
 def test_sharded_training_follows_the_plain_layers(ranks: Ranks, stage: int, recompute: bool) -> None:
     expected = ranks.run(2, train, stage, False, recompute)[0]
@@ -181,6 +182,7 @@ def test_sharded_training_follows_the_plain_layers(ranks: Ranks, stage: int, rec
             assert abs(found[name] - expected[name]).max() < 1e-10, name
 
 
+@pytest.mark.slow
 def test_a_model_that_is_born_sharded_can_be_tiled(ranks: Ranks) -> None:
     expected = ranks.run(2, train, 3, False)[0]
     found = ranks.run(2, train, 3, True, born_sharded=True)[0]

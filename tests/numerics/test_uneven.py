@@ -145,6 +145,7 @@ if how == "destroys":
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("stage", "how", "words"),
     [

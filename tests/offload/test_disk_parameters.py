@@ -199,6 +199,7 @@ def tiled(block: dict[str, Any]) -> dict[str, Tensor]:
     return whole_parameters(engine.module)
 
 
+@pytest.mark.slow
 def test_tiles_and_recomputed_layers_rest_on_disk_too(ranks: Ranks, tmp_path: Path) -> None:
     above = ranks.run(2, tiled, HOST)[0]
     check_equal(ranks.run(2, tiled, blocks("nvme", "nvme", tmp_path))[0], above)

@@ -149,6 +149,7 @@ def test_an_optimizer_without_a_kernel_is_refused(tmp_path: Path, monkeypatch: p
 # ------------------------------------------------------------------------------------------------------ everyone else
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("stage", "moments"), [(1, "8bit"), (3, "fp32")])
 def test_whoever_looks_or_changes_does_so_on_disk(ranks: Ranks, tmp_path: Path, stage: int, moments: str) -> None:
     below = ranks.run(2, story, HOST, stage, moments)

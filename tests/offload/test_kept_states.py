@@ -205,6 +205,7 @@ def host_config(**block: Any) -> dict[str, Any]:
     }
 
 
+@pytest.mark.slow
 def test_few_blocks_of_a_plan_keep_what_all_of_them_keep() -> None:
     sizes = DecoderSizes(72, 64, 2, 256, mlp=128, gated=True)
     machine = SimulatedMachine(24 << 20, 1 << 40)
@@ -222,6 +223,7 @@ def test_a_device_without_memory_of_its_own_keeps_nothing(ranks: Ranks) -> None:
     assert ranks.run(1, trained, OPEN, {}, 2)[0]["rows"] == [SENT] * 8
 
 
+@pytest.mark.slow
 def test_where_what_is_kept_takes_too_much_plans_send_all_of_it_to_the_host() -> None:
     sizes = DecoderSizes(12, 64, 2, 64, mlp=128, gated=True)
     model = PlanModel("small", lambda batch, length, again: decoder("small", sizes, batch, length, recomputes=again))

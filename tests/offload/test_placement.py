@@ -121,6 +121,7 @@ def test_ratio_auto_is_placement_auto() -> None:
         load({"zero_optimization": {"stage": 1, **block}, "shardwell": {"placement": "asked"}})
 
 
+@pytest.mark.slow
 def test_gradients_wait_on_disk_as_the_last_resort(ranks: Ranks, tmp_path: Path) -> None:
     """16 on the device; on disk, 3 seats of 12, and either 4 for each gradient, or for those of 3 seats and 3 slots."""
     block, others = {**on_disk(tmp_path, **SEATS), "offload_param": {"device": "none"}}, CLIPPED

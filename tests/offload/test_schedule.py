@@ -26,6 +26,7 @@ from tests.support.offload_cases import blocks, check_equal, story
 from tests.support.ranks import Ranks
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("place", "commit"),
     list(zip([*PLACES, PLACES[-1]], ["after_norm", "at_once", "after_norm", "at_once", "after_norm"], strict=True)),
@@ -48,6 +49,7 @@ def lifted_story(block: dict[str, Any]) -> Any:
         return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("place", [PLACES[1], PLACES[3]], ids="-".join)
 def test_whoever_looks_or_changes_sees_the_same(ranks: Ranks, tmp_path: Path, place: tuple[str, str]) -> None:
     expected = ranks.run(2, story, blocks(*place, tmp_path), 3, "fp32")
@@ -185,6 +187,7 @@ def hindered(block: dict[str, Any], by: str) -> tuple[dict[str, Tensor], int]:
         return whole_parameters(engine.module), len(lifted)
 
 
+@pytest.mark.slow
 def test_what_cannot_be_lifted_is_gathered_all_the_same(ranks: Ranks, tmp_path: Path) -> None:
     block = blocks("nvme", "nvme", tmp_path)
     expected, _ = ranks.run(2, in_any_order, block, "auto", lifts=False)[0]

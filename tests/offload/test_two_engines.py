@@ -51,6 +51,7 @@ def adversarial(stage: int, tiers: list[str], path: str, num_alone: int) -> list
     return phases
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("stage", "tiers"), [(0, ["none", "cpu"]), (1, ["cpu"]), (2, ["none", "nvme"]), (3, ["none", "cpu", "nvme"])]
 )
@@ -62,6 +63,7 @@ def test_a_gan_without_freezing_follows_plain_pytorch(
         assert [judging for _, judging in phases] == [CommitPhase.AFTER_NORM.name] * len(below)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("stage", "tiers"), [(2, ["none", "cpu"]), (3, ["cpu", "nvme"])])
 def test_a_discriminator_that_was_trained_alone_first_follows_plain_pytorch(
     ranks: Ranks, tmp_path: Path, stage: int, tiers: list[str]

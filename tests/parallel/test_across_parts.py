@@ -110,6 +110,7 @@ def uses() -> dict[str, Any]:
     return found
 
 
+@pytest.mark.slow
 def test_what_is_over_parts_is_refused_and_the_rest_follows_one_process(ranks: Ranks) -> None:
     inputs = torch.randn(2, 3, WIDTH, generator=torch.Generator().manual_seed(1)).double()
     expected = {}

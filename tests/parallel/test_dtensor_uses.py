@@ -56,6 +56,7 @@ def _plain_names(state: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name.removeprefix("inner."): value for name, value in state.items()}
 
 
+@pytest.mark.slow
 def test_checkpoints_accumulation_and_frozen_layers(ranks: Ranks, tmp_path: Path) -> None:
     for found in ranks.run(4, in_all_uses, str(tmp_path))[::3]:
         for case, values in zip(CASES, found["uses"], strict=True):
@@ -128,6 +129,7 @@ def tied_in_all_ways() -> list[dict[str, Tensor]]:
     ]
 
 
+@pytest.mark.slow
 def test_one_tied_dtensor_on_an_outer_axis_with_offload_and_in_bf16(ranks: Ranks) -> None:
     expected = tied_alone()
     for plain, offloaded, *halves in ranks.run(4, tied_in_all_ways)[::3]:

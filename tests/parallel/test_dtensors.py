@@ -13,6 +13,7 @@ from tests.support.training import distance
 KINDS = {0: ["plain"], 1: ["sequence"], 2: ["loss"], 3: ["sequence", "loss"]}  # test_dtensor_uses.py: 3, "plain"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", KINDS)
 def test_dtensors_follow_one_process(ranks: Ranks, stage: int) -> None:
     case = TensorCase(model={"blocks": 1 if stage < 3 else 2})
@@ -29,6 +30,7 @@ def after_other_groups(num_groups: int, case: TensorCase) -> int:
     return len(dtensors_follow(case, ["plain"], 0))
 
 
+@pytest.mark.slow
 def test_meshes_of_an_earlier_process_group_are_forgotten(ranks: Ranks) -> None:
     """torch's caches of DTensor operations return the mesh of the first job, which is equal, and has no groups left."""
     for num_groups in (3, 0):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -46,6 +47,7 @@ def half_steps(greatest: Tensor, kind: str) -> Tensor:
     return most[:, : greatest.shape[1]] * (UP / (2 * LEVELS[kind]))
 
 
+@pytest.mark.slow
 @settings(max_examples=6, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     cases=st.lists(st.tuples(st.integers(1, 700), st.integers(0, 99), st.sampled_from([0.0, 2.0, 9.0])), min_size=5),

@@ -14,6 +14,7 @@ MIXTRAL = ExpertCase(family="Mixtral", model={"num_local_experts": 4, "experts_i
 CASES = {0: [ExpertCase(), MIXTRAL], 1: [SKEWED, LISTED], 2: [ExpertCase(), MIXTRAL], 3: [SKEWED, LISTED, MIXTRAL]}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", CASES)
 def test_expert_and_data_axes_follow_one_process(ranks: Ranks, stage: int) -> None:
     for found in ranks.run(4, on_axis, CASES[stage], stage)[::3]:

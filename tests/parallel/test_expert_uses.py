@@ -82,6 +82,7 @@ def other_ways() -> tuple[list[dict[str, Tensor]], list[float]]:
     return found, norms
 
 
+@pytest.mark.slow
 def test_meshes_and_models_born_sharded_follow_one_process_with_its_norms(ranks: Ranks) -> None:
     case = ExpertCase(steps=3)
     torch.manual_seed(0)
@@ -103,6 +104,7 @@ def rounded() -> list[dict[str, Tensor]]:
     return [on_axis([case], stage)[0] for stage in (1, 2, 3)]
 
 
+@pytest.mark.slow
 def test_bf16_has_the_same_bits_at_stages_1_to_3(ranks: Ranks) -> None:
     first, *others = ranks.run(2, rounded)[0]
     for other in others:

@@ -79,6 +79,7 @@ def trained(extra: dict[str, Any], how: str) -> float:
     return steps_off(engine, count)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("extra", "how", "most"),
     [

@@ -54,6 +54,7 @@ def test_what_was_decoded_gives_the_same_codes_and_is_off_by_no_more_than_the_co
 # ---------------------------------------------------------------------------------------------------- bytes and bits
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("num_ranks", "kind", "bf16", "quantized"),
     [

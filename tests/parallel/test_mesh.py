@@ -84,6 +84,7 @@ def on_two_rows(ranks: Ranks, stage: int) -> list[dict[str, Any]]:
 # ------------------------------------------------------------------------------------------------------ one row
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_a_mesh_of_one_row_changes_no_bit_byte_or_token(ranks: Ranks, stage: int) -> None:
     plain = on_one_row(ranks, stage)
@@ -96,6 +97,7 @@ def test_a_mesh_of_one_row_changes_no_bit_byte_or_token(ranks: Ranks, stage: int
 # ------------------------------------------------------------------------------------------------- several rows
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("stage", "shape"),
     [(0, (2, 2)), (1, (2, 2)), (2, (2, 2)), (3, (2, 2)), (1, (3, 2)), (3, (2, 3))],
@@ -131,6 +133,7 @@ def test_states_take_the_memory_of_a_row(ranks: Ranks, stage: int) -> None:
         assert answer["bytes"] == row[rank % 2]["bytes"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", [0, 3])
 def test_replicas_have_the_same_bits(ranks: Ranks, stage: int) -> None:
     first, *others = ranks.run(4, under_mesh, (2, 2), trained, stage, bf16={"enabled": True})
@@ -139,6 +142,7 @@ def test_replicas_have_the_same_bits(ranks: Ranks, stage: int) -> None:
             assert same(first[key], other[key]), key
 
 
+@pytest.mark.slow
 def test_a_16_bit_sum_is_not_rounded_between_the_hops(ranks: Ranks) -> None:
     """Sums over four ranks are equal to the last bit if they are made in fp32, in whatever order."""
     flat = ranks.run(4, trained, 3, 1, bf16={"enabled": True})[0]
@@ -191,6 +195,7 @@ def resumed(folder: str, stage: int) -> dict[str, Any]:
     return whole_parameters(model)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", [0, 3])
 def test_a_checkpoint_is_written_once_and_resumed_by_every_replica(ranks: Ranks, stage: int, tmp_path: Path) -> None:
     hybrid, plain = str(tmp_path / "hybrid"), str(tmp_path / "plain")

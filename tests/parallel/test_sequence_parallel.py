@@ -22,6 +22,7 @@ CASES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", CASES)
 def test_sequence_and_data_axes_follow_one_process(ranks: Ranks, stage: int) -> None:
     for found in ranks.run(4, on_axis, CASES[stage], stage)[::3]:

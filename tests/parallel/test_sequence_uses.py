@@ -87,6 +87,7 @@ def by_mesh_and_mpu(case: SequenceCase) -> list[dict[str, Tensor]]:
     return found
 
 
+@pytest.mark.slow
 def test_a_mesh_and_an_mpu_name_the_axis(ranks: Ranks) -> None:
     case = SequenceCase(steps=3)
     for values in ranks.run(4, by_mesh_and_mpu, case)[0]:
@@ -103,6 +104,7 @@ FAMILIES = [
 ]
 
 
+@pytest.mark.slow
 def test_families_of_transformers_follow_one_process(ranks: Ranks) -> None:
     for case, values in zip(FAMILIES, ranks.run(2, on_axis, FAMILIES, 3)[1], strict=True):
         difference, name = distance(values, plainly(case))
@@ -132,6 +134,7 @@ def checkpointed(case: SequenceCase, folder: str) -> dict[str, Tensor]:
     return found
 
 
+@pytest.mark.slow
 def test_a_checkpoint_loads_at_any_size_of_the_axis(ranks: Ranks, tmp_path: Path) -> None:
     case = SequenceCase(steps=3)
     assert_same(ranks.run(4, checkpointed, case, str(tmp_path))[0], plainly(case))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -60,6 +61,7 @@ def peaks() -> dict[str, float]:
     return found
 
 
+@pytest.mark.slow
 def test_a_model_that_is_born_sharded_and_cut_is_never_whole(ranks: Ranks) -> None:
     one = 1 / (2 * BLOCKS)  # parameter
     for found in ranks.run(4, peaks):

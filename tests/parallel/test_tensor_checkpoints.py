@@ -90,6 +90,7 @@ def test_averages_are_of_whole_tensors_and_load_as_parts(ranks: Ranks) -> None:
             assert (used[name] == found[name]).all(), name
 
 
+@pytest.mark.slow
 def test_whole_tensors_go_out_and_come_in(ranks: Ranks, tmp_path: Path) -> None:
     for found in ranks.run(4, handed_on, str(tmp_path / "model.safetensors")):
         whole = found["whole"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -108,6 +109,7 @@ def losses_or_words() -> list[str]:
     return found
 
 
+@pytest.mark.slow
 def test_outputs_of_cut_layers_are_not_divided_into_the_heads_of_whole_ones(ranks: Ranks) -> None:
     plain = {}
     for packed in ("", "chunk"):
@@ -149,6 +151,7 @@ def shared_heads(size: int) -> list[Any]:
     return found
 
 
+@pytest.mark.slow
 def test_heads_of_keys_that_all_ranks_share_are_right_or_refused(ranks: Ranks) -> None:
     torch.manual_seed(0)
     model = Model(heads=RIGHT["size"], shared=True).double()

@@ -22,6 +22,7 @@ CASES = {  # tensor ranks with whole sequences, with parts of sequences and with
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", CASES)
 def test_tensor_and_data_axes_follow_one_process(ranks: Ranks, stage: int) -> None:
     for found in ranks.run(4, on_grid, CASES[stage], stage)[::3]:

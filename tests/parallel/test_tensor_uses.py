@@ -107,7 +107,7 @@ def hand_cut(stage: int, way: str) -> dict[str, Tensor]:
     config = zero(stage, gradient_clipping=0.1, train_micro_batch_size_per_gpu=1)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     engine = shardwell.initialize(model=model, optimizer=optimizer, config=config, **axes).engine
-    for step in range(8):
+    for step in range(4):
         engine.backward(engine(inputs(step).chunk(2)[engine.data_rank]).square().mean())
         engine.step()
     return engine.state_dict()
@@ -121,7 +121,7 @@ def test_parameters_with_megatrons_attributes_are_taken_as_parts(ranks: Ranks) -
     torch.manual_seed(0)
     model = HandCut(None, 1).double()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    for step in range(8):
+    for step in range(4):
         optimizer.zero_grad()
         model(inputs(step)).square().mean().backward()
         nn.utils.clip_grad_norm_(model.parameters(), 0.1)
@@ -148,6 +148,7 @@ OTHERS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", [1, 3])
 def test_init_and_layer_specs_follow_one_process(ranks: Ranks, stage: int) -> None:
     for case, values in zip(OTHERS, ranks.run(4, on_grid, OTHERS, stage)[3], strict=True):
@@ -169,6 +170,7 @@ def replicated(stage: int) -> dict[str, Tensor]:
     return engine.state_dict()
 
 
+@pytest.mark.slow
 def test_replicas_of_tensor_ranks_follow_one_process(ranks: Ranks) -> None:
     for found in ranks.run(8, replicated, 3)[::7]:
         assert distance(found, plainly(TensorCase(steps=2)))[0] < 1e-10
@@ -188,6 +190,7 @@ def again() -> list[dict[str, Tensor]]:
     return [trained, {name: value.detach() for name, value in model.state_dict().items()}]
 
 
+@pytest.mark.slow
 def test_a_cut_model_is_compiled_handed_on_and_made_whole(ranks: Ranks) -> None:
     for found in ranks.run(2, again):
         for values in found:
@@ -214,6 +217,7 @@ def norms(stage: int, configs: list[dict[str, Any]]) -> list[list[float]]:
     return found
 
 
+@pytest.mark.slow
 def test_precisions_tiers_and_codecs_work_on_a_grid(ranks: Ranks) -> None:
     configs = [{}, *(config for _, config, _ in TIERS)]
     first, *others = ranks.run(4, norms, 3, configs)
@@ -333,6 +337,7 @@ def differing(case: str) -> str:
     return ""
 
 
+@pytest.mark.slow
 def test_ranks_of_a_tensor_line_that_differ_are_named(ranks: Ranks) -> None:
     rows = ranks.run(4, differing, "rows")
     assert all("rank" in words and "take the same rows" in words for words in rows[2:])

@@ -114,6 +114,7 @@ def test_what_is_recomputed(ranks: Ranks, in_halves: list[dict[str, Any]], recom
     check_same(in_halves, ranks.run(4, story, {}, HALVES, recompute=recompute))
 
 
+@pytest.mark.slow
 def test_frozen_weights_below(ranks: Ranks, tmp_path: Path) -> None:
     above = ranks.run(4, story, {}, HALVES, lora=True)
     check_same(above, ranks.run(4, story, resting("nvme", "cpu", str(tmp_path)), {**HALVES, "aio": AIO}, lora=True))

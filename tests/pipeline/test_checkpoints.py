@@ -59,6 +59,7 @@ def leg(folder: str, config: dict[str, Any], first_step: int) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.slow
 def test_a_chain_of_layouts_follows_plain_pytorch(ranks: Ranks, tmp_path: Path) -> None:
     chain = [
         (4, pipeline_config(3, "1f1b", stages=2)),

@@ -70,6 +70,7 @@ def test_a_rank_that_raises_at_an_operation_takes_the_others_with_it(ranks: Rank
                 assert seconds < soon(SOON)
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_killed_or_leaves_ends_all_ranks() -> None:
     command = [sys.executable, "-m", "tests.support.killed_stage"]
     done = subprocess.run(
@@ -110,6 +111,7 @@ def diverge_alone(schedule: str, place: str, culprit: int) -> tuple[str, str, fl
     return "", "", 0.0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("schedule", "place", "culprit", "over"),
     [("gpipe", "0F2", 0, "in 1F3 for a message of rank 0"), ("zb-h1", "0F1", 1, "for rank 1")],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -43,6 +44,7 @@ def trained() -> list[dict[str, Tensor]]:
     return found
 
 
+@pytest.mark.slow
 def test_replicas_of_a_pipeline_have_micro_batches_of_their_own_lengths(ranks: Ranks) -> None:
     model = made()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)

@@ -279,6 +279,7 @@ def train_unusual() -> dict[str, list[float]]:
     return found
 
 
+@pytest.mark.slow
 def test_unusual_models_follow_plain_pytorch(ranks: Ranks) -> None:
     found = ranks.run(2, train_unusual)
     for name, (build, _) in UNUSUAL.items():

@@ -48,6 +48,7 @@ def observe_all() -> dict[str, dict[str, Any]]:
     return {schedule: observe(schedule, 1) for schedule in CHUNKS} | {"stage 3": observe("1f1b", 3)}
 
 
+@pytest.mark.slow
 def test_bytes_and_trace_are_those_of_the_schedule(ranks: Ranks) -> None:
     found = ranks.run(4, observe_all)
     message = ROWS * LENGTH * WIDTH * 4
@@ -182,6 +183,7 @@ def measure_all(cases: list[tuple[str, int, int]]) -> list[list[float]]:
     return [measure(*case) for case in cases]
 
 
+@pytest.mark.slow
 def test_measured_bubbles_are_those_of_the_simulation(ranks: Ranks) -> None:
     cases = [("gpipe", 1, 4), ("1f1b", 1, 4), ("interleaved", 2, 4), ("zb-h1", 1, 4)]  # no W in these layers
     expected = [1 / (chunks * number + 1) for _, chunks, number in cases]

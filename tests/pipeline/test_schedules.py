@@ -72,6 +72,7 @@ def of_torch(name: str, ranks: int, micro_batches: int, chunks: int) -> list[lis
     return lists
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_lists_equal_those_of_torch(name: str) -> None:
     for ours in every(name):
@@ -93,6 +94,7 @@ def theory(schedule: Schedule, costs: Costs) -> float:
     return 1 - chunks * number / (chunks * ranks + number - 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SCHEDULES)
 @pytest.mark.parametrize("costs", [Costs(), Costs(1.0, 1.25, 0.75)], ids=["even", "uneven"])
 def test_bubbles_equal_theory(name: str, costs: Costs) -> None:

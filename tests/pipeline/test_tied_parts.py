@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 
 import shardwell
@@ -46,6 +47,7 @@ def trained() -> list[Any]:
     return found
 
 
+@pytest.mark.slow
 def test_the_copies_of_a_tied_weight_are_cut_alike(ranks: Ranks) -> None:
     expected = plain(made(), STEPS, data_size=1)["parameters"]
     answers = ranks.run(4, trained)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -66,6 +67,7 @@ def plainly(trained: str, data_size: int) -> dict[str, Tensor]:
     return {name: parameter.detach() for name, parameter in model.named_parameters()}
 
 
+@pytest.mark.slow
 def test_stages_that_differ_follow_plain_pytorch(ranks: Ranks) -> None:
     answers = ranks.run(4, train_all)
     for number, (trained, *_) in enumerate(CASES):

@@ -45,6 +45,7 @@ def compared(cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [1, 2])
 def test_the_prediction_is_what_the_job_counts(ranks: Ranks, size: int) -> None:
     cases = [config({"stage": stage}) for stage in (0, 2, 3)]

@@ -53,6 +53,7 @@ def test_states_of_7_5b_follow_the_table_of_the_zero_paper(stage: int, ranks: in
     assert report.at_rest(Tier.DEVICE) == pytest.approx(expected[stage], rel=0.001)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("stage", "zero"),
     [
@@ -64,12 +65,12 @@ def test_states_of_7_5b_follow_the_table_of_the_zero_paper(stage: int, ranks: in
 )
 @pytest.mark.parametrize("recomputes", [False, True])
 def test_a_few_blocks_predict_all(stage: int, zero: dict[str, Any], recomputes: bool) -> None:
-    sizes = replace(SMALL, layers=36)
-    model = decoder("small", sizes, 1, 32, recomputes=recomputes)
+    layers = 20 if stage == 3 else 36  # at stage 2 peaks differ by a constant, which must be small beside all
+    model = decoder("small", replace(SMALL, layers=layers), 1, 32, recomputes=recomputes)
     asked = config(stage, zero=zero, shardwell={"bundle_size": 0})  # how many small blocks a bundle has depends on all
     few = estimate(model, asked, machine(4, 2))
     assert any("identical blocks" in note for note in few.notes)
-    whole, _ = _run(model.build(36), asked, machine(4, 2), model.inputs, None)
+    whole, _ = _run(model.build(layers), asked, machine(4, 2), model.inputs, None)
     assert few.costs.rest == whole.rest
     assert few.costs.traffic == whole.traffic
     assert few.costs.calls == whole.calls
@@ -225,6 +226,7 @@ def test_blocks_that_are_recomputed_under_autocast_have_a_time() -> None:
     assert report.time.seconds > 0
 
 
+@pytest.mark.slow
 def test_compiled_models_are_planned_as_they_are_without_compilation() -> None:
     plain = nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 1))
     found = [

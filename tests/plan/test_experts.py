@@ -81,6 +81,7 @@ def test_presets_have_the_published_sizes() -> None:
         assert (size - experts + met) / 1e9 == pytest.approx(active, rel=0.02)
 
 
+@pytest.mark.slow
 def test_ranks_that_share_experts_hold_the_same_states_and_gather_fewer_bytes() -> None:
     whole, shared = planned(32, 1), planned(32, 8)
     assert shared.at_rest(Tier.DEVICE) == pytest.approx(whole.at_rest(Tier.DEVICE), rel=0.02)
@@ -100,6 +101,7 @@ def _gathered(report: PlanReport) -> int:
     return sum(size for key, size in report.costs.traffic.items() if key.startswith("gather"))
 
 
+@pytest.mark.slow
 def test_the_flops_are_those_of_the_experts_that_tokens_go_to() -> None:
     with torch.device("meta"):
         size = sum(one.numel() for one in Decoder(SMALL).parameters()) - SMALL.expert_numels[0] + SMALL.expert_numels[1]
@@ -111,6 +113,7 @@ def test_the_flops_are_those_of_the_experts_that_tokens_go_to() -> None:
         assert report.active_share * report.costs.num_parameters == pytest.approx(size, rel=1e-6)
 
 
+@pytest.mark.slow
 def test_ranks_that_share_sequences_count_each_token_once() -> None:
     alone, shared = (planned(8, 1, sequence_parallel_size=size).time for size in (1, 2))
     assert alone is not None

@@ -21,6 +21,7 @@ _ROUNDED = 4096  # bytes: a few blocks of the allocator
 # With 65,536 ranks the small parameters of all blocks are padded to many times their size; with room for 20,000
 # elements in the root, those of one size are in it and the others are in their blocks. Small parameters are at most 1%
 # of a model, of which few blocks alone would be another share.
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("sizes", "ranks", "zero", "largest"),
     [

@@ -113,6 +113,7 @@ def config(stage: int, zero: dict[str, Any] | None = None, **more: Any) -> dict[
     }
 
 
+@pytest.mark.slow
 def test_13b_train_on_one_v100_with_offload_and_not_without() -> None:
     """ZeRO-Offload (arXiv 2101.06840): 13B on one V100 of 32 GB with 1.5 TB beside it, where PyTorch ends at 1.4B."""
     machine = SimulatedMachine(gpu("v100-32gb").memory_bytes, host_bytes=1.5e12)
@@ -145,6 +146,7 @@ def test_zero_infinity_trains_its_largest_models_on_dgx_2_nodes(name: str, nodes
 
 # ZeRO++ (arXiv 2306.10209, table 1): cross-node bytes of a node in a step, in sizes M of the 16-bit model, for the
 # all-gathers of forward and backward and for the reduce-scatter.
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("zero", "published"),
     [

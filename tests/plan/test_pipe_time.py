@@ -78,6 +78,7 @@ def test_messages_take_their_bytes_over_the_link(four: StepTime) -> None:
     assert slow.seconds > fast.seconds + 6 * (256 * 512 * 2) / 1e8
 
 
+@pytest.mark.slow
 def test_more_micro_batches_and_weights_that_are_late_make_the_bubble_smaller(four: StepTime) -> None:
     more = timed(config(4, 32), machine(inside=1e18))
     late = timed(config(4, 8, schedule="zb-h1"), machine(inside=1e18))

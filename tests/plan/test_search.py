@@ -34,6 +34,7 @@ def two_nodes() -> AutoPlan:
     return Search(MODEL, BASE, machine(4, 2), 32).run()
 
 
+@pytest.mark.slow
 def test_the_first_plan_fits_and_one_more_sequence_does_not(two_nodes: AutoPlan) -> None:
     best = two_nodes.best
     assert best is not None
@@ -44,6 +45,7 @@ def test_the_first_plan_fits_and_one_more_sequence_does_not(two_nodes: AutoPlan)
         assert not MODEL.report(config, replace(one.report.machine, speeds=None), 32, again).fits, str(one)
 
 
+@pytest.mark.slow
 def test_plans_are_ordered_by_the_seconds_of_a_token(two_nodes: AutoPlan) -> None:
     assert two_nodes.best is not None
     seconds = [one.speed.seconds for one in two_nodes.plans[1:]]
@@ -53,6 +55,7 @@ def test_plans_are_ordered_by_the_seconds_of_a_token(two_nodes: AutoPlan) -> Non
     assert all("times the time of a token" in why for _, why in two_nodes.reasons())
 
 
+@pytest.mark.slow
 def test_everything_that_is_not_a_plan_has_a_reason(two_nodes: AutoPlan) -> None:
     classes = structure_classes(machine(4, 2), 1, None, has_disk=False, has_axes=True, layers=SIZES.layers)
     assert {(one.tensor, one.sequence, one.pipe) for one in classes} == {
@@ -63,6 +66,7 @@ def test_everything_that_is_not_a_plan_has_a_reason(two_nodes: AutoPlan) -> None
     assert all(one.why for one in two_nodes.dropped)
 
 
+@pytest.mark.slow
 def test_the_configuration_has_only_keys_that_differ_from_defaults(two_nodes: AutoPlan) -> None:
     found = two_nodes.config()
     assert found["optimizer"] == BASE["optimizer"]
@@ -89,6 +93,7 @@ def test_nothing_fits_is_said_with_reasons() -> None:
     assert found.as_dict()["fits"] is False
 
 
+@pytest.mark.slow
 def test_a_batch_of_all_ranks_is_divided() -> None:
     base = {**BASE, "train_batch_size": 24}
     found = Search(MODEL, base, replace(machine(4, 4, 1e9), speeds=None), 8, recomputes=False).run()
@@ -99,6 +104,7 @@ def test_a_batch_of_all_ranks_is_divided() -> None:
         Search(MODEL, {**BASE, "train_batch_size": 25}, machine(6, 3, 1e9), 8).run()
 
 
+@pytest.mark.slow
 def test_a_batch_that_is_too_small_for_all_ranks_is_shared_along_an_axis() -> None:
     found = Search(MODEL, {**BASE, "train_batch_size": 2}, machine(4, 2, 1e9), 8, recomputes=False).run()
     assert found.best is not None
@@ -109,6 +115,7 @@ def test_a_batch_that_is_too_small_for_all_ranks_is_shared_along_an_axis() -> No
     assert any("4 ranks cannot share evenly" in one.why for one in found.dropped)
 
 
+@pytest.mark.slow
 def test_axes_that_are_given_are_kept() -> None:
     base = {**BASE, "sequence_parallel_size": 2}
     found = Search(MODEL, base, machine(4, 2, 1e9), 32, recomputes=False, micro_batch=1).run()
@@ -136,6 +143,7 @@ def answers(config: dict[str, Any], on: SimulatedMachine, recomputes: bool = Tru
     return list(Explanation(first, MODEL.report(first.config, on, 128, recomputes), 128, MODEL).answers())
 
 
+@pytest.mark.slow
 def test_answers_come_with_figures_of_simulations() -> None:
     found = {one.question: one for one in answers({"zero_optimization": {"stage": 3}}, machine(4, 2))}
     batch = next(one for question, one in found.items() if "largest micro-batch" in question).figures["micro_batch"]
@@ -159,6 +167,7 @@ def test_answers_come_with_figures_of_simulations() -> None:
     assert node["states"] > 0
 
 
+@pytest.mark.slow
 def test_a_change_that_a_configuration_does_not_admit_is_an_answer() -> None:
     cut = {"zero_optimization": {"stage": 3}, "tensor_parallel": {"autotp_size": 2}}
     found = {one.question: one for one in answers(cut, machine(4, 2))}
@@ -169,6 +178,7 @@ def test_a_change_that_a_configuration_does_not_admit_is_an_answer() -> None:
     assert found["What would one more node bring?"].figures["gpus"] == 6
 
 
+@pytest.mark.slow
 def test_what_does_not_fit_is_told_the_smallest_change() -> None:
     size = sum(one.numel() for one in MODEL.whole().parameters())
     found = answers({"zero_optimization": {"stage": 0}}, machine(4, 4, 9.0 * size))[0]

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import pytest
+
 from shardwell.plan import SimulatedMachine, SimulatedRanks
 from shardwell.plan.decoder import DecoderSizes
 from shardwell.plan.devices import gpu, speeds_of
@@ -21,6 +23,7 @@ def machine(ranks: int, per_node: int, device_bytes: float, **speeds: float) -> 
     return replace(SimulatedMachine(device_bytes, ranks=SimulatedRanks(0, ranks, per_node)), speeds=found)
 
 
+@pytest.mark.slow
 def test_a_sequence_that_no_rank_has_room_for_is_shared() -> None:
     needed = MODEL.report({**BASE, "train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3}},
                           machine(2, 2, 1e12), 2048, True, verified=False).costs.peaks["backward device"]  # fmt: skip
@@ -37,12 +40,14 @@ def test_a_sequence_that_no_rank_has_room_for_is_shared() -> None:
     assert any("with a micro-batch of 1 it needs" in one.why for one in there)
 
 
+@pytest.mark.slow
 def test_a_sequence_is_not_shared_where_a_rank_has_room_for_it() -> None:
     found = Search(MODEL, BASE, machine(2, 2, 1e9), 256, recomputes=False, micro_batch=1).run()
     whys = {one.why for one in found.dropped if one.kind.sequence == 2}
     assert whys == {"with fewer ranks along the sequence it has room, and moves less"}
 
 
+@pytest.mark.slow
 def test_a_pipeline_wins_over_slow_links_and_its_configuration_is_ready() -> None:
     search = Search(MODEL, {**BASE, "train_batch_size": 16}, machine(2, 1, 1e9, between=2e7), 128, recomputes=False)
     found = search.run()
@@ -59,6 +64,7 @@ def test_a_pipeline_wins_over_slow_links_and_its_configuration_is_ready() -> Non
     assert all("link inside" not in one.report.time.by_resource for one in found.plans if one.report.time)
 
 
+@pytest.mark.slow
 def test_a_pipeline_over_fast_links_is_told_its_bubble() -> None:
     found = Search(MODEL, {**BASE, "train_batch_size": 8}, machine(2, 2, 1e9), 1024, recomputes=False).run()
     assert found.best is not None

@@ -70,6 +70,7 @@ def timed(name: str, speeds: Speeds = H100, layers: int = 4) -> StepTime:
     return _timed_at(model, layers, config, replace(machine, speeds=speeds), None)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", list(CASES))
 def test_bytes_that_are_priced_are_those_that_are_counted(name: str) -> None:
     report = planned(name)
@@ -97,6 +98,7 @@ def test_every_moment_of_a_step_has_a_reason_and_no_resource_works_longer_than_i
     assert {"forward blocks.1", "all-gather blocks.1"} <= names if name.startswith("stage 3") else True
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "fields"),
     [

@@ -88,6 +88,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, int]]:
         yield found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CONFIGS)
 def test_a_plan_for_65536_ranks_is_the_work_of_one_for_64(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     work = []
@@ -102,6 +103,7 @@ def test_a_plan_for_65536_ranks_is_the_work_of_one_for_64(name: str, monkeypatch
     assert few["blocks"] < 100  # not all of 40 blocks, in six simulations
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["stage 3", "zero++"])
 def test_a_plan_for_65536_ranks_takes_the_seconds_of_one_for_64(name: str) -> None:
     """The least CPU seconds of each, in turns; other work on the machine only adds to them, so more turns may help."""
@@ -148,6 +150,7 @@ def test_where_a_unit_alone_has_no_room_only_tensor_axes_are_tried(monkeypatch: 
     assert found["simulations"] == 1
 
 
+@pytest.mark.slow
 def test_the_first_number_of_ranks_that_fits_is_found_by_bisection(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = replace(SIZES, layers=24, hidden=256, mlp=1024)
     model = PlanModel("wide", lambda batch, length, again: decoder("wide", sizes, batch, length, recomputes=again))

@@ -94,6 +94,7 @@ def check_all(born_sharded: bool, bf16: bool) -> None:
         check(born_sharded, bf16)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bf16", [False, True], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("born_sharded", [False, True], ids=["given", "born sharded"])
 def test_released_parameters_look_like_parameters(ranks: Ranks, born_sharded: bool, bf16: bool) -> None:

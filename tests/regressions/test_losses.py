@@ -58,6 +58,7 @@ def losses_of_all(dtype: torch.dtype, accumulation: int) -> tuple[list[float], l
     return losses_of_ddp(dtype, accumulation), [losses_of_stage(dtype, accumulation, stage) for stage in range(4)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("accumulation", [1, 3])
 def test_every_stage_has_the_losses_of_ddp(ranks: Ranks, accumulation: int) -> None:
     """A change of stage changes the loss curve; here it stays that of DDP, to 1e-12 in fp64."""
@@ -67,6 +68,7 @@ def test_every_stage_has_the_losses_of_ddp(ranks: Ranks, accumulation: int) -> N
             assert losses == pytest.approx(ddp, rel=1e-12)
 
 
+@pytest.mark.slow
 def test_stages_1_2_and_3_have_the_same_losses_to_the_last_bit(ranks: Ranks) -> None:
     """Sharding more changes the loss in the last digits, which grow; here no bit differs in fp32."""
     for ddp, (zeroth, first, second, third) in ranks.run(2, losses_of_all, torch.float32, 1):

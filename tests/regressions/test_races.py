@@ -56,6 +56,7 @@ def train(stage: int, disturbed: bool) -> dict[str, Any]:
     return {"norms": norms, "parameters": whole_parameters(model)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_ranks_that_stumble_at_random_get_the_same_bits(ranks: Ranks, stage: int) -> None:
     """Overlap lets a late rank read or send buffers that are in use; here a sleep anywhere changes nothing."""

@@ -12,6 +12,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import shardwell
+from shardwell.optim import param_access
+from tests.support.internals import groups_of, roles_of
 from tests.support.live_bytes import live_bytes
 from tests.support.models import Gpt, batches, share, whole_parameters, zero
 from tests.support.patience import soon
@@ -149,3 +151,30 @@ def test_engines_of_different_configurations_do_not_touch_each_other(ranks: Rank
     for together, alone in ranks.run(2, side_by_side):
         assert together == alone
         assert len({tuple(losses) for losses in together}) == len(CONFIGS)
+
+
+def given_back(stage: int, together: int) -> dict[str, Any]:
+    """The parameters before and after a `destroy`, which reads so many elements at once, and its collectives."""
+    usual, param_access.READ_TOGETHER = param_access.READ_TOGETHER, together
+    try:
+        engine = make(stage)
+        train(engine, 1)
+        before, tokens = whole_parameters(engine.module), roles_of(engine).agreement.tokens
+        announced, num_groups, model = tokens.num_announced, len(groups_of(engine)), engine.module
+        engine.destroy()
+    finally:
+        param_access.READ_TOGETHER = usual
+    after = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    same = [torch.equal(before[name], value) for name, value in after.items()]
+    return {"same": same, "collectives": tokens.num_announced - announced, "groups": num_groups}
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_an_engine_gives_small_parameters_back_in_a_collective_for_each_of_its_groups(ranks: Ranks, stage: int) -> None:
+    for found in ranks.run(2, given_back, stage, 1 << 18):
+        assert all(found["same"])
+        assert len(found["same"]) > 20
+        assert found["collectives"] <= found["groups"] + 1  # all ranks meet first
+    for found in ranks.run(3, given_back, stage, 100):  # most are large then, and have collectives of their own
+        assert all(found["same"])
+        assert found["collectives"] > found["groups"] + 10

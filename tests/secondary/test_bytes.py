@@ -330,6 +330,7 @@ def placed(device_memory: int | str) -> dict[str, Any]:
     }
 
 
+@pytest.mark.slow
 def test_placement_leaves_room_for_the_copies(ranks: Ranks) -> None:
     """With as much room as before, fewer units rest above."""
     all_above = ranks.run(4, placed, 10**9)[0]

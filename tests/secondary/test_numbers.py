@@ -396,6 +396,7 @@ def the_model_changed(partition: int, path: str) -> Play:
     return train(play)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SCENES)
 def test_two_nodes_of_two_ranks_give_the_bits_of_four(ranks: Ranks, tmp_path: Path, name: str) -> None:
     check(ranks, [name], 4, 2, tmp_path)

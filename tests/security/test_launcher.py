@@ -68,6 +68,7 @@ READERS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", READERS)
 def test_a_pickle_that_is_read_is_told(tmp_path: Path, name: str) -> None:
     command = [sys.executable, "-c", f"import pickle; {READERS[name]}"]

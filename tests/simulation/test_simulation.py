@@ -6,6 +6,7 @@ import os
 import time
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -82,6 +83,7 @@ def simulate(rank: int, num_ranks: int) -> dict[str, Any]:
     }
 
 
+@pytest.mark.slow
 def test_a_stage_3_step_of_40b_parameters_as_rank_5_of_1024(ranks: Ranks) -> None:
     answer = ranks.run(1, simulate, 5, 1024)[0]
     assert 38e9 < answer["numel"] < 45e9

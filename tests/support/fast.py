@@ -12,7 +12,10 @@ import pytest
 
 _ROOT = Path(__file__).resolve().parents[2]
 _LIBRARIES = r"^\s*(import|from) (transformers|peft|trl|lightning)|importorskip\(\"(transformers|peft|trl|lightning)"
-_THEIR_SUPPORT = r"tests\.support(\.| import )(zoo|trainer_scripts|lightning_runs|sequence_models|expert_models)"
+_THEIR_SUPPORT = (
+    r"tests\.support(\.| import )"
+    r"(zoo|trainer_scripts|lightning_runs|sequence_models|expert_models|mixture_legs)"
+)
 
 _WEIGHT_OF_SLOW = 15  # a slow case takes as long as so many others
 

@@ -171,6 +171,7 @@ def take_the_route(ranks_per_node: int) -> None:
     """Give a rank of the pool a process group of another name, in nodes of so many ranks."""
     rank, size, store = dist.get_rank(), dist.get_world_size(), dist.distributed_c10d._get_default_store()
     os.environ.update(LOCAL_WORLD_SIZE=str(ranks_per_node), LOCAL_RANK=str(rank % ranks_per_node))
+    dist.barrier()  # a rank that is quick must not cut links that others still make
     dist.destroy_process_group()
     if not hasattr(dist.Backend, NAME.upper()):
         dist.Backend.register_backend(NAME, _gloo, devices=["cpu"])

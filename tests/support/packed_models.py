@@ -175,11 +175,12 @@ def run_chain(legs: list[Leg], folder: str, steps: int) -> dict[str, Any]:
         engine.save_checkpoint(at)
         engine.finish_saving()
         dist.barrier()
-        found = engine.state_dict()
-        engine.destroy()
         if number + 1 < len(legs):
+            engine.destroy(whole=False)
             at = handed_on(at, kind)
-    return dict(found)
+    found = dict(engine.state_dict())
+    engine.destroy()
+    return found
 
 
 def trained(leg: Leg, steps: int) -> dict[str, Any]:

@@ -131,8 +131,11 @@ def drawn(count: int, seed: int) -> Iterator[PlanCase]:
             yield case
 
 
-def pairwise(seed: int = 0, of: int = 4000) -> list[PlanCase]:
-    """Return a few of many cases, in which every two choices meet that meet in any of them; few of them on 4 ranks."""
+def pairwise(seed: int = 57, of: int = 4000) -> list[PlanCase]:
+    """Return a few of many cases, in which every two choices meet that meet in any of them; few of them on 4 ranks.
+
+    Of the first 60 seeds whose cases have all 686 such pairs, 57 gives those that are run soonest.
+    """
     numbers: dict[Any, int] = {}
     masks = {
         case: sum(1 << numbers.setdefault(pair, len(numbers)) for pair in _pairs(case)) for case in drawn(of, seed)

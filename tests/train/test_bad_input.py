@@ -21,6 +21,7 @@ from shardwell.train.rows import opened, pack
 RECIPE = {"new_model": {"model_type": "llama"}, "data": ["."]}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "content", "words"),
     [

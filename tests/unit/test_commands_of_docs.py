@@ -50,6 +50,7 @@ def unknown(line: str) -> list[str]:
     return [word for word in rest if re.match(r"--?[a-z]", word) and word.partition("=")[0] not in {*known, "--help"}]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_every_command_of_a_page_exists_with_its_options(page: Path) -> None:
     assert {line: wrong for line in commands(page) if (wrong := unknown(line))} == {}
@@ -62,6 +63,7 @@ def test_commands_that_do_not_exist_are_found() -> None:
     assert sum(len(commands(page)) for page in PAGES) > 40
 
 
+@pytest.mark.slow
 def test_the_script_of_the_readme_prints_a_falling_loss(tmp_path: Path) -> None:
     text = (ROOT / "README.md").read_text()
     script = text.split("```python\n")[1].split("```")[0]
@@ -78,6 +80,7 @@ def listings(page: str) -> list[str]:
     return [block.split("```")[0] for block in (ROOT / page).read_text().split("```python\n")[1:]]
 
 
+@pytest.mark.slow
 def test_the_listings_of_the_first_pages_run(tmp_path: Path) -> None:
     """The script of getting-started.md, and after it what observability.md does with its engine."""
     script = listings("docs/getting-started.md")[0].replace("range(20)", "range(3)")

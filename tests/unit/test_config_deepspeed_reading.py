@@ -286,6 +286,7 @@ def test_a_warmup_that_is_longer_than_the_run_is_told_and_taken(caplog: pytest.L
 # --- every key of DeepSpeed's -----------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("key", [*dotted_keys(), *FEATURES_OF_DEEPSPEED])
 def test_every_key_of_deepspeed_works_or_has_a_reason(key: str) -> None:
     kind = disposition(key)
@@ -293,6 +294,7 @@ def test_every_key_of_deepspeed_works_or_has_a_reason(key: str) -> None:
     assert len(kind) > 15
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "key",
     [

@@ -6,6 +6,8 @@ import ast
 import re
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 TESTS = ROOT / "tests"
 MODULES = sorted(TESTS.rglob("*.py"))
@@ -33,6 +35,7 @@ def is_test(path: Path) -> bool:
     return path.name.startswith("test_")
 
 
+@pytest.mark.slow
 def test_no_module_imports_a_test() -> None:
     tests = {".".join(path.relative_to(ROOT).with_suffix("").parts) for path in MODULES if is_test(path)}
     found = {
@@ -69,6 +72,7 @@ def test_contributors_are_told_what_each_folder_claims() -> None:
     assert [folder for folder in FOLDERS if f"| `tests/{folder}` |" not in page] == []
 
 
+@pytest.mark.slow
 def test_a_check_that_is_fast_runs_no_benchmark() -> None:
     run = [path for path in MODULES if is_test(path) and any(n.startswith("benchmarks") for n in imported(path))]
     assert run

@@ -27,6 +27,7 @@ def questions(path: Path) -> Iterator[str]:
             yield from (f"{path.relative_to(SOURCE)}:{node.lineno} imports {n}" for n in names if n in ASKED)
 
 
+@pytest.mark.slow
 def test_only_the_machine_is_asked_what_there_is() -> None:
     files = [path for path in SOURCE.rglob("*.py") if not str(path.relative_to(SOURCE)).startswith(DOORS)]
     assert len(files) > 200

@@ -52,6 +52,7 @@ def run(*args: str, is_preloaded: bool, cwd: Path, **more: Any) -> tuple[int, st
     return done.returncode, done.stdout, done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_a_text_sees_and_leaves_what_it_does_in_python_itself(name: str, tmp_path: Path) -> None:
     expected = run("-c", PROGRAMS[name], "an argument", is_preloaded=False, cwd=tmp_path)

@@ -9,6 +9,7 @@ from shardwell.runtime import randomness
 from shardwell.runtime.randomness import RegionRandomness
 
 
+@pytest.mark.slow
 def test_regions_in_each_other_have_a_seed_for_each_pair_of_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     generator = torch.Generator()  # as a device's: the numbers that seeds are made of come from another one
     monkeypatch.setattr(randomness, "generator_of", lambda device: generator)

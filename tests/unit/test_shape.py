@@ -9,6 +9,8 @@ from functools import cache
 from itertools import zip_longest
 from pathlib import Path
 
+import pytest
+
 import shardwell
 
 HOME = Path(shardwell.__file__).parent
@@ -120,12 +122,14 @@ def values() -> frozenset[str]:
     return frozenset(found)
 
 
+@pytest.mark.slow
 def test_core_classes_have_few_attributes() -> None:
     numbers = {one.name: len(attributes(one)) for _, one in core_classes()}
     too_many = {name: number for name, number in numbers.items() if number > MOST}
     assert not too_many, too_many
 
 
+@pytest.mark.slow
 def test_core_classes_have_few_collaborators() -> None:
     found = {one.name: sorted(collaborators(module, one)) for module, one in core_classes()}
     assert found["Scheduler"], "the check finds none"

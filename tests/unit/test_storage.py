@@ -125,6 +125,7 @@ def changed(forms: list[tuple[int, str, Tier, Tier]], folder: str) -> list[bool]
     return found
 
 
+@pytest.mark.slow
 def test_what_is_written_to_open_masters_stays(ranks: Ranks, tmp_path: Path) -> None:
     for found in ranks.run(2, changed, CASES, str(tmp_path)):
         assert all(found), [case for case, is_same in zip(CASES, found, strict=True) if not is_same]
@@ -147,6 +148,7 @@ def held(cases: list[tuple[int, str, Tier, Tier]], folder: str) -> list[dict[Tie
     return found
 
 
+@pytest.mark.slow
 def test_an_engine_holds_the_bytes_of_the_formula(ranks: Ranks, tmp_path: Path) -> None:
     for found in ranks.run(2, held, CASES, str(tmp_path)):
         for (stage, precision, parameters, optimizer), now in zip(CASES, found, strict=True):

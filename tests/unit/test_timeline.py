@@ -145,6 +145,7 @@ def test_the_trace_is_one_that_perfetto_reads(tmp_path: Path) -> None:
     assert {file.suffix for file in files} >= {".html", ".json"}
 
 
+@pytest.mark.slow
 def test_a_run_with_profile_writes_a_timeline_of_each_rank(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     script = tmp_path / "script.py"

@@ -8,6 +8,8 @@ import threading
 import time
 import weakref
 
+import pytest
+
 from shardwell.parallel.thread_location import main_thread_state, thread_location
 from tests.support.patience import HANG
 
@@ -71,6 +73,7 @@ print("looks", looks)
 """
 
 
+@pytest.mark.slow
 def test_threads_that_start_meanwhile_do_no_harm() -> None:
     run = subprocess.run([sys.executable, "-c", RACE], capture_output=True, text=True, timeout=HANG)
     assert run.returncode == 0, run.stderr

@@ -190,6 +190,7 @@ def test_an_error_is_heard_by_who_waits_and_the_next_is_done() -> None:
         ticket.wait()
 
 
+@pytest.mark.slow
 def test_a_process_ends_with_what_was_begun() -> None:
     script = """
 import threading, time
@@ -205,6 +206,7 @@ begun.wait()
     assert found.stdout == "done\n"
 
 
+@pytest.mark.slow
 def test_a_process_ends_whose_dropped_work_would_have_freed_what_other_work_waits_for(tmp_path: Path) -> None:
     script = """
 import sys, threading, torch

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -23,9 +23,10 @@ from shardwell.optim.unit_optimizer import optimizer_of
 from shardwell.parallel import TrafficKind
 from shardwell.sharding import Residency, ShardedGroup, Unit, released
 from shardwell.sharding.gradients import gone
-from shardwell.sharding.layout import Slot, SlotPiece
+from shardwell.sharding.layout import Slot, SlotPiece, product
 
 _NOTHING, _NUMBER, _PART, _ODD = 0.0, 1.0, 2.0, 3.0  # what a rank has of a state entry
+READ_TOGETHER = 1 << 18  # elements of small parameters that are read by one collective
 
 
 class ParamAccess:
@@ -411,6 +412,61 @@ class ParamAccess:
         flat = torch.empty(self._slot.numel, dtype=dtype, device=self._group.context.device.torch_device)
         flat.as_strided(self._slot.shape, self._slot.stride).copy_(value)
         return flat
+
+
+def masters_of(group: ShardedGroup) -> list[Tensor]:
+    """Return the full master weights (ND) of all parameters of a group whose unit waits for nothing.
+
+    Many small parameters, which have a collective each where they are read one by one, share a few.
+    """
+    found: list[Tensor] = []
+    with group.storage.open():
+        master, is_split = group.master, group.spec.optimizer.axis is not None
+        for slots in _batches(group.layout.slots):
+            start, end = slots[0].offset, slots[-1].end
+            flat = group.context.device.empty(end - start, group.precision.master)
+            if is_split:
+                _gather(group, master, flat, slots)
+            else:
+                flat.copy_(master[start:end])
+            parts = [flat[slot.offset - start : slot.end - start] for slot in slots]
+            parts = parts if len(slots) == 1 else [part.clone() for part in parts]
+            found += [part.as_strided(slot.shape, slot.stride) for slot, part in zip(slots, parts, strict=True)]
+    return found
+
+
+def _batches(slots: Sequence[Slot]) -> Iterator[list[Slot]]:
+    """Yield neighbouring parameters that are small together, and large ones alone: the same ones on all ranks."""
+    batch, total = list[Slot](), 0
+    for slot in slots:
+        if batch and total + _whole_numel(slot) > READ_TOGETHER:
+            yield batch
+            batch, total = [], 0
+        batch.append(slot)
+        total += _whole_numel(slot)
+    if batch:
+        yield batch
+
+
+def _whole_numel(slot: Slot) -> int:
+    """Return the number of elements of the tensor that the parameter is a part of: parts may be uneven."""
+    return slot.numel if slot.global_shape is None else product(slot.global_shape)
+
+
+def _gather(group: ShardedGroup, master: Tensor, flat: Tensor, slots: Sequence[Slot]) -> None:
+    """Fill `flat` with the master weights of all ranks for neighbouring parameters."""
+    shard, start, end, views = group.context.roles.shard, slots[0].offset, slots[-1].end, list[Tensor]()
+    for rank in range(shard.rank_group.size):
+        first, last = (min(max(one, start), end) for one in group.layout.shard_range(shard.shard_index_of(rank)))
+        views.append(flat[first - start : last - start])
+        if rank == shard.rank_group.rank:
+            views[rank].copy_(master[first - group.local_range[0] : last - group.local_range[0]])
+    token = f"READ {slots[0].name} to {slots[-1].name}" if len(slots) > 1 else f"READ {slots[0].name}"
+    if _whole_numel(slots[0]) > READ_TOGETHER:  # without copies of it
+        for rank, view in enumerate(views):
+            shard.broadcast(view, rank, TrafficKind.ALL_GATHER, token)
+    else:
+        shard.all_to_all([views[shard.rank_group.rank]] * len(views), views, token, TrafficKind.ALL_GATHER)
 
 
 def _locate(unit: Unit, parameter: nn.Parameter) -> tuple[ShardedGroup, Slot]:

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from shardwell.errors import ModelChangedError
 from shardwell.optim import OptimizerFactory, ShardedOptimizer
 from shardwell.optim.factory import NO_LABEL
-from shardwell.optim.param_access import ParamAccess
+from shardwell.optim.param_access import ParamAccess, masters_of
 from shardwell.parallel.consistency import Section, check_alike
 from shardwell.sharding import ShardedGroup, Unit, UnitSpec, released
 from shardwell.sharding.edits import take_edits_closely
@@ -148,12 +148,15 @@ def take_apart(
             stack.enter_context(optimizer.states_of(unit))
         for group in unit.groups:
             with group.swapped_in():
-                for slot, parameter in zip(group.layout.slots, group.parameters, strict=True):
+                dtype = group.precision.master if group.trainable else group.precision.compute
+                for slot, parameter, master in zip(
+                    group.layout.slots, group.parameters, masters_of(group), strict=True
+                ):
                     if tuple(parameter.shape) == slot.shape:
-                        access = ParamAccess(parameter)
-                        dtype = group.precision.master if group.trainable else group.precision.compute
-                        values.append((parameter, access.master().to(dtype)))
-                        states[id(parameter)] = access.states() if keeps_states and group.trainable else {}
+                        values.append((parameter, master.to(dtype)))
+                        states[id(parameter)] = (
+                            ParamAccess(parameter).states() if keeps_states and group.trainable else {}
+                        )
     if optimizer is not None:
         optimizer.leave(unit)
     for group in unit.groups:
