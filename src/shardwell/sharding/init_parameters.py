@@ -145,6 +145,22 @@ class PartRegistry(InitRegistry):
         one.shard()
 
 
+class PartKeeper:
+    """Keeps parts of parameters sharded over the ranks that have the same ones, from their cut to their units."""
+
+    def __init__(self, context: EngineContext) -> None:
+        self._context = context
+        self._registry: PartRegistry | None = None
+
+    def keep(self, name: str, parameter: nn.Parameter, before: released.ParameterOwner | None) -> None:
+        """Shard a parameter that was cut, if it comes from `zero.Init`: `before` was the owner of the whole one."""
+        if not isinstance(before, InitParameter) or self._context.roles.shard.rank_group.size == 1:
+            return
+        if before.rest.tier is not Tier.DISK:
+            self._registry = self._registry or PartRegistry(self._context, before.rest)
+            self._registry.keep(name, parameter, before.module)
+
+
 class InitParameter:
     """One parameter of `zero.Init`, and its owner."""
 
