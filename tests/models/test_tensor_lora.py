@@ -61,9 +61,13 @@ def test_adapters_of_cut_layers_follow_one_process(ranks: Ranks, stage: int, tmp
         model(batch).backward()
         nn.utils.clip_grad_norm_(trainable(model), 0.1)
         optimizer.step()
-    found = ranks.run(4, on_a_grid, stage, {"sequence_parallel": stage == 1}, str(tmp_path))[-1]
+    tensor = {"sequence_parallel": stage == 1}
+    found = ranks.run(4, on_a_grid, stage, tensor, str(tmp_path))[-1]
     difference, name = distance(found, model.state_dict())
     assert difference < 1e-10, f"{name} differs by {difference}"
+    overlapped = ranks.run(4, on_a_grid, stage, {**tensor, "tp_overlap_comm": True}, str(tmp_path))[-1]
+    for name, value in found.items():
+        assert (torch.as_tensor(overlapped[name]) == torch.as_tensor(value)).all(), name
     saved = load_file(tmp_path / "adapter_model.safetensors")
     assert distance(saved, peft.get_peft_model_state_dict(model))[0] < 1e-10
 

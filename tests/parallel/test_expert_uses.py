@@ -19,6 +19,7 @@ from tests.support.expert_models import (
     NUM_EXPERTS,
     ROWS,
     WIDTH,
+    Block,
     ExpertCase,
     Router,
     on_axis,
@@ -198,6 +199,31 @@ def handed_on() -> list[Any]:
         found.append(type(model.blocks[0].experts).__name__)
         found.append(float(model(batches(1, 2)[0]).detach()) > 0)
     return found
+
+
+def trained_alone(listed: bool, size: int) -> dict[str, Tensor]:
+    """Train the experts of one layer only, behind frozen layers; all tokens go to the first rank's."""
+    torch.manual_seed(0)
+    model = Block(listed, 100.0).double()
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("experts" in name)
+    config = zero(1, train_micro_batch_size_per_gpu=1, shardwell={"expert_parallel_size": size})
+    config["optimizer"] = {"type": "SGD", "params": {"lr": 0.1}}
+    engine = shardwell.initialize(model=model, config=config).engine
+    for step in range(2):
+        x = torch.randn(4, 3, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(step))
+        engine.backward(engine(x.chunk(engine.data_size)[engine.data_rank]).square().mean())
+        engine.step()
+    found = engine.state_dict()
+    engine.destroy()
+    return found
+
+
+@pytest.mark.parametrize("listed", [False, True])
+def test_experts_without_tokens_behind_frozen_layers_follow_one_process(ranks: Ranks, listed: bool) -> None:
+    expected = {name: torch.as_tensor(value) for name, value in ranks.run(1, trained_alone, listed, 1)[0].items()}
+    for found in ranks.run(2, trained_alone, listed, 2):
+        assert distance(found, expected)[0] < 1e-10
 
 
 def test_destroy_gives_each_rank_all_experts(ranks: Ranks) -> None:

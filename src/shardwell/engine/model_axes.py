@@ -24,4 +24,4 @@ def keep_own_experts(model: nn.Module, context: EngineContext) -> Any:
         return None
     from shardwell.expert_parallel.setup import share_experts
 
-    return share_experts(model, context.roles)
+    return share_experts(model, context)

@@ -7,8 +7,10 @@ such a model, or a pickle, would not know its other parts.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import weakref
+from collections.abc import Iterator
 from typing import Any
 
 from torch import nn
@@ -102,6 +104,20 @@ def save_whole_models(model: nn.Module, *, is_stage: bool) -> None:
         if parts or module is model:
             guard = WholeCopy(module, _what_copies_lack(parts, is_stage=is_stage), is_stage=is_stage and not parts)
             module.__dict__[_COPY] = module.__dict__[_PICKLE] = guard
+
+
+@contextlib.contextmanager
+def copied_nevertheless(model: nn.Module) -> Iterator[None]:
+    """Let the engine copy a model inside, of which it knows what the other ranks have."""
+    guards = {module: one for module in model.modules() if isinstance(one := vars(module).get(_COPY), WholeCopy)}
+    for module in guards:
+        for name in (_COPY, _PICKLE):
+            vars(module).pop(name, None)
+    try:
+        yield
+    finally:
+        for module, guard in guards.items():
+            vars(module).update({_COPY: guard, _PICKLE: guard})
 
 
 def save_as_before(model: nn.Module) -> None:

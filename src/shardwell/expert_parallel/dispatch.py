@@ -79,13 +79,13 @@ def dispatch(
     """Return the weighted sums of what the experts of all ranks compute of this rank's tokens.
 
     `tokens` is (tokens, width); `experts` and `weights` are (tokens, experts of a token). `compute` gets rows of all
-    ranks, and which of this rank's experts each is for.
+    ranks, which may be none, and which of this rank's experts each is for.
     """
     each = experts.shape[1]
     order = experts.flatten().argsort(stable=True)
     way = route(axis, experts.flatten(), num_experts, name)
     rows: Tensor = _Exchange.apply(tokens[order // each], axis, way.sent, way.received, f"EXPERT {name} tokens")  # type: ignore[no-untyped-call]
-    found = compute(rows, way.experts) if rows.shape[0] else rows
+    found = compute(rows, way.experts)
     back: Tensor = _Exchange.apply(found, axis, way.received, way.sent, f"EXPERT {name} results")  # type: ignore[no-untyped-call]
     place = torch.empty_like(order)
     place[order] = torch.arange(len(order), device=order.device)

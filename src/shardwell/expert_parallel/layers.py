@@ -49,11 +49,19 @@ class ParallelExperts(nn.Module):
                 "initialize"
             )
         index, tokens = experts.reshape(-1, experts.shape[-1]), hidden_states.reshape(-1, width)
-        compute = self._compute_packed if share.listed is None else self._compute_listed
         found = dispatch(
-            share.axis, tokens, index, weights.reshape(index.shape), share.num_experts, compute, share.name
+            share.axis, tokens, index, weights.reshape(index.shape), share.num_experts, self._computed, share.name
         )
         return found.view(hidden_states.shape)
+
+    def _computed(self, rows: Tensor, experts: Tensor) -> Tensor:
+        """Return what this rank's experts compute, which has a gradient on all ranks alike, also without any rows."""
+        compute = self._compute_packed if self.share.listed is None else self._compute_listed
+        found = compute(rows, experts) if len(rows) else rows
+        if found.requires_grad or not torch.is_grad_enabled():
+            return found
+        is_trained = any(parameter.requires_grad for parameter in self.parameters())
+        return found.detach().requires_grad_() if is_trained else found
 
     def _compute_packed(self, rows: Tensor, experts: Tensor) -> Tensor:
         """Call the module's own forward with its own experts, each row with one of them and a weight of one."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import nn
@@ -16,8 +18,10 @@ from shardwell.expert_parallel.layers import (
     restore,
     takes_experts,
 )
-from shardwell.parallel import Collectives, MeshRoles, TrafficKind
+from shardwell.parallel import Collectives, TrafficKind
 from shardwell.parallel.model_axis import ModelAxis
+from shardwell.sharding import EngineContext, released
+from shardwell.sharding.init_parameters import PartKeeper
 from shardwell.sharding.tensor_part import TensorPart, mark_part, part_of
 from shardwell.sharding.whole_tensor import first_values, whole_of
 from shardwell.sharding.wrap import repeated_blocks, set_leaf
@@ -52,8 +56,9 @@ class SharedExperts:
                 module.share.axis = None
 
 
-def share_experts(model: nn.Module, roles: MeshRoles) -> SharedExperts:
+def share_experts(model: nn.Module, context: EngineContext) -> SharedExperts:
     """Give this rank its experts of each layer. All ranks must call it."""
+    roles, keeper = context.roles, PartKeeper(context)
     assert roles.expert is not None
     axis = ModelAxis(roles.expert, TrafficKind.EXPERT)
     found = {name: module for name, module in model.named_modules() if _has_experts(module)}
@@ -68,7 +73,8 @@ def share_experts(model: nn.Module, roles: MeshRoles) -> SharedExperts:
         if isinstance(module, ParallelExperts):  # cut by an earlier engine, which handed the model over
             module.share.axis = axis
         else:
-            _share(name, module, axis, roles.stage, is_in_block=name.startswith(blocks))
+            cut = partial(_cut, stage=roles.stage, keeper=keeper)
+            _share(name, module, axis, cut, is_in_block=name.startswith(blocks))
     return SharedExperts(model, axis)
 
 
@@ -82,7 +88,7 @@ def _has_experts(module: nn.Module) -> bool:
     return is_packed or listed_experts(module) is not None
 
 
-def _share(name: str, module: nn.Module, axis: ModelAxis, stage: Collectives, *, is_in_block: bool) -> None:
+def _share(name: str, module: nn.Module, axis: ModelAxis, cut: Callable[..., None], *, is_in_block: bool) -> None:
     listed = listed_experts(module)
     own = dict(module.named_parameters(recurse=False))
     number = len(listed) if listed is not None else next(iter(own.values())).shape[0]
@@ -91,7 +97,7 @@ def _share(name: str, module: nn.Module, axis: ModelAxis, stage: Collectives, *,
     if listed is None:
         for inner, parameter in own.items():
             part = TensorPart(tuple(parameter.shape), 0, axis.size, axis.rank)
-            _cut(f"{name}.{inner}", parameter, part, stage)
+            cut(f"{name}.{inner}", parameter, part)
         count_experts(module, number, number // axis.size)
     else:
         if not is_in_block:
@@ -99,19 +105,21 @@ def _share(name: str, module: nn.Module, axis: ModelAxis, stage: Collectives, *,
         for place, expert in enumerate(listed):
             for inner, parameter in expert.named_parameters():
                 part = TensorPart(tuple(parameter.shape), 0, axis.size, axis.rank, owner=place * axis.size // number)
-                _cut(f"{name}.{place}.{inner}", parameter, part, stage)
+                cut(f"{name}.{place}.{inner}", parameter, part)
     become(module, ExpertShare(name, number, axis, listed))
 
 
 @torch.no_grad()
-def _cut(name: str, parameter: nn.Parameter, part: TensorPart, stage: Collectives) -> None:
+def _cut(name: str, parameter: nn.Parameter, part: TensorPart, *, stage: Collectives, keeper: PartKeeper) -> None:
     """Replace the values of a parameter, which are those of the first rank, by this rank's experts."""
     if part_of(parameter) is not None or parameter.ndim == 0:
         raise ShardwellError(
             f"{_KEY}: '{name}' is shared by experts, or has no dimension; experts need their own tensors"
         )
+    before = released.owner_or_none(parameter)
     parameter.data = part.cut(first_values(name, parameter, stage)).clone(memory_format=torch.contiguous_format)
     mark_part(parameter, part)
+    keeper.keep(name, parameter, before)
 
 
 def count_experts(module: nn.Module, before: int, after: int) -> None:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from shardwell.engine.whole_saves import copied_nevertheless
 from shardwell.errors import ShardwellError
 from shardwell.expert_parallel.layers import ParallelExperts
 from shardwell.expert_parallel.layers import restore as restore_experts
@@ -67,7 +68,8 @@ def whole_model(engine: Engine) -> nn.Module:
             if hooks:
                 memo[id(hooks)] = OrderedDict((key, hook) for key, hook in hooks.items() if not _is_ours(module, key))
         memo |= {id(one): _GONE for one in _held_by(module) if one is not None}
-    found = copy.deepcopy(model, memo)
+    with copied_nevertheless(model):
+        found = copy.deepcopy(model, memo)
     for before, module in zip(model.modules(), list(found.modules()), strict=True):
         if isinstance(module, layers.CutLayer):
             layers.restore(module)

@@ -140,9 +140,25 @@ class PartRegistry(InitRegistry):
 
     def keep(self, name: str, parameter: nn.Parameter, module: weakref.ref[nn.Module]) -> None:
         """Shard a parameter that is a part, and which all ranks call by this name, until a unit takes it over."""
-        one = InitParameter(self, module, name, parameter, is_part=True)
+        one = PartParameter(self, module, name, parameter)
         self._all.add(one)
         one.shard()
+
+
+class PartKeeper:
+    """Keeps parts of parameters sharded over the ranks that have the same ones, from their cut to their units."""
+
+    def __init__(self, context: EngineContext) -> None:
+        self._context = context
+        self._registry: PartRegistry | None = None
+
+    def keep(self, name: str, parameter: nn.Parameter, before: released.ParameterOwner | None) -> None:
+        """Shard a parameter that was cut, if it comes from `zero.Init`: `before` was the owner of the whole one."""
+        if not isinstance(before, InitParameter) or self._context.roles.shard.rank_group.size == 1:
+            return
+        if before.rest.tier is not Tier.DISK:
+            self._registry = self._registry or PartRegistry(self._context, before.rest)
+            self._registry.keep(name, parameter, before.module)
 
 
 class InitParameter:
@@ -152,16 +168,9 @@ class InitParameter:
     _flat: FlatBuffer
 
     def __init__(
-        self,
-        registry: InitRegistry,
-        module: weakref.ref[nn.Module],
-        name: str,
-        parameter: nn.Parameter,
-        *,
-        is_part: bool = False,
+        self, registry: InitRegistry, module: weakref.ref[nn.Module], name: str, parameter: nn.Parameter
     ) -> None:
-        """`is_part`: other ranks have parameters of this name and of another shape."""
-        self.module, self._is_part = module, is_part
+        self.module = module
         self._registry, self._name, self.parameter = registry, name, parameter
         self._shard: FlatBuffer | None = None
         self._swapped: SwappedOut | None = None  # holds the shard, if it is stored on disk
@@ -349,7 +358,7 @@ class InitParameter:
 
     @property
     def _words(self) -> str:
-        return self._name if self._is_part else f"{self._name} {tuple(self.parameter.shape)}"
+        return f"{self._name} {tuple(self.parameter.shape)}"
 
     @property
     def _gather_token(self) -> str:
@@ -439,6 +448,14 @@ class InitParameter:
             self._take_replaced()
             token = f"WRITE {self._words}"
             self._registry.context.roles.data.broadcast(self._flat.tensor, modifier_rank, token=token)
+
+
+class PartParameter(InitParameter):
+    """A parameter that was cut: other ranks announce parts of other shapes by the same words."""
+
+    @property
+    def _words(self) -> str:
+        return self._name
 
 
 def meet_for_initialize(model: nn.Module) -> None:

@@ -14,11 +14,10 @@ import torch
 from torch import nn
 
 from shardwell.errors import ConfigError, ShardwellError
-from shardwell.memory import Tier
 from shardwell.parallel import Collectives
 from shardwell.sharding import EngineContext, released
 from shardwell.sharding.context import TiedCopies
-from shardwell.sharding.init_parameters import InitParameter, PartRegistry
+from shardwell.sharding.init_parameters import PartKeeper
 from shardwell.sharding.tensor_part import TensorPart, mark_part, mark_partial, part_of
 from shardwell.sharding.whole_tensor import first_values
 from shardwell.tensor_parallel import layers, overlap
@@ -44,7 +43,10 @@ class Cutter:
     blocks: tuple[str, ...]  # names of the blocks
     gathered: CutRegion | None = None  # of layers in modules of blocks that take whole sequences
     hooks: list[Any] = field(default_factory=list)
-    _registry: PartRegistry | None = None  # of parts of parameters that come from zero.Init
+    keeper: PartKeeper = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.keeper = PartKeeper(self.context)
 
     def cut(self) -> None:
         """Cut all that the plan names."""
@@ -236,15 +238,8 @@ class Cutter:
             memory_format=torch.contiguous_format
         )
         mark_part(parameter, part)
-        if isinstance(before, InitParameter):
-            self._keep_sharded(name, parameter, before)
+        self.keeper.keep(name, parameter, before)
         return part
-
-    def _keep_sharded(self, name: str, parameter: nn.Parameter, before: InitParameter) -> None:
-        """Shard a part over the ranks that have the same one, until its unit takes it over."""
-        if self.context.roles.shard.rank_group.size > 1 and before.rest.tier is not Tier.DISK:
-            self._registry = self._registry or PartRegistry(self.context, before.rest)
-            self._registry.keep(name, parameter, before.module)
 
     def _follow_ties(self) -> None:
         """Cut the layers that share a cut parameter: the embedding of a vocabulary whose last layer is cut."""

@@ -43,7 +43,7 @@ class _Flight:
 
 
 class _Wait(Function):
-    """In backward, waits for the sum of the gradient."""
+    """A function whose backward waits for the sum of the gradient."""
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, flight: _Flight) -> Tensor:
@@ -57,7 +57,7 @@ class _Wait(Function):
 
 
 class _StartSum(Function):
-    """In backward, starts the sum of the gradient over the axis."""
+    """A function whose backward starts the sum of the gradient over the axis."""
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, axis: ModelAxis, token: str, flight: _Flight) -> Tensor:
@@ -74,7 +74,7 @@ class _StartSum(Function):
 
 
 class _Gather(Function):
-    """All-gather; in backward, starts the reduce-scatter of the gradient."""
+    """An all-gather whose backward starts the reduce-scatter of the gradient."""
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, axis: ModelAxis, dim: int, token: str, flight: _Flight) -> Tensor:
@@ -90,14 +90,14 @@ class _Gather(Function):
 
 
 class _Kept:
-    """What a weight's gradient is computed from."""
+    """The two tensors of which a weight's gradient is the product."""
 
     def __init__(self) -> None:
         self.values: tuple[Tensor, Tensor] | None = None  # the input, and the output's gradient
 
 
 class _LateWeight(Function):
-    """The weight of a product; in backward, computes its gradient."""
+    """A function of the weight of a product, whose backward computes the gradient."""
 
     @staticmethod
     def forward(ctx: Any, weight: Tensor, kept: _Kept, transposed: bool) -> Tensor:
