@@ -8,6 +8,7 @@ took. Nothing here depends on the number of ranks.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -39,6 +40,7 @@ from shardwell.plan.simulation import (
 )
 from shardwell.plan.stages import of_stages
 from shardwell.plan.step_time import StepTime, extrapolated, simulate_time
+from shardwell.plan.update_chunks import UpdateChunks, with_exact_step, without_step
 
 _FEWEST = 4  # blocks: fewer have no block that computes while two others are all-gathered ahead of it
 _FEWEST_BELOW = 9  # blocks: with state on host or disk all staging buffers are in use
@@ -152,13 +154,19 @@ def _of_blocks(
         if verified:  # with a step more, which is compared
             runs.append(_at(model, depths[2], config, machine, loss))
         found = [costs for costs, _ in runs]
-        if not verified and found[0].kept == found[1].kept:
+        chunks = UpdateChunks(first, found[0].updated, found[1].updated)
+        is_plain = chunks.is_plain(model.layers)
+        alike = found if is_plain else [without_step(one) for one in found]
+        if verified and not are_alike(_extrapolated(alike[0], alike[1], depths, depths[2]), alike[2]):
+            continue
+        if verified or found[0].kept == found[1].kept:
             whole = _extrapolated(found[0], found[1], depths, model.layers)
-            return replace(whole, largest_unit=found[1].largest_unit), runs[1][1]
-        if verified and are_alike(_extrapolated(found[0], found[1], depths, depths[2]), found[2]):
-            whole = _extrapolated(found[0], found[1], depths, model.layers)
+            whole = replace(whole, largest_unit=found[-1].largest_unit)
+            if not is_plain:
+                at = functools.partial(_touched_at, model, config, machine, loss)
+                whole = with_exact_step(whole, chunks, model.layers, at)
             same = f"{depths[0]}, {depths[1]} and {depths[2]} of {model.layers} identical blocks were simulated"
-            return replace(whole, largest_unit=found[2].largest_unit), [*runs[2][1], same]
+            return whole, [*runs[-1][1], *([same] if verified else [])]
     return _at(model, model.layers, config, machine, loss)
 
 
@@ -280,6 +288,14 @@ def _at(
     return _run(model.build(depth), config, whole, model.inputs, loss, steps) if notes else (costs, notes)
 
 
+def _touched_at(
+    model: BlockModel, config: Any, machine: SimulatedMachine, loss: Callable[[Any], Tensor] | None, depth: int
+) -> StepCosts:
+    """Simulate some of the blocks, which compute nothing: all but the peaks of forward and backward is as always."""
+    part = _with_blocks(machine, depth, model.layers)
+    return _run(model.build(depth), config, part, model.inputs, loss, FEWEST_STEPS, touching=FEWEST_STEPS)[0]
+
+
 def _run(
     model: nn.Module,
     config: Any,
@@ -287,14 +303,17 @@ def _run(
     inputs: Inputs,
     loss: Callable[[Any], Tensor] | None,
     steps: int = STEPS,
+    *,
+    touching: int = 0,
 ) -> tuple[StepCosts, list[str]]:
     """Simulate a model; one that the engine would refuse for want of room is simulated with more."""
     forward = _forward(inputs, loss)
     try:
-        return simulate(model, config, machine, forward, steps=steps), []
+        return simulate(model, config, machine, forward, steps=steps, touching=touching), []
     except NoRoomError as error:
         patient, large = _with_more_room(config, machine)
-        return simulate(model, patient, large, forward, steps=steps), [f"the engine would refuse to start: {error}"]
+        costs = simulate(model, patient, large, forward, steps=steps, touching=touching)
+        return costs, [f"the engine would refuse to start: {error}"]
 
 
 def _forward(inputs: Inputs, loss: Callable[[Any], Tensor] | None) -> Callable[[Engine], Tensor]:
@@ -325,15 +344,22 @@ def _with_more_room(config: Any, machine: SimulatedMachine) -> tuple[Any, Simula
 
 
 def record(
-    model: nn.Module, config: Any, machine: SimulatedMachine, inputs: Inputs, steps: int = STEPS
+    model: nn.Module,
+    config: Any,
+    machine: SimulatedMachine,
+    inputs: Inputs,
+    steps: int = STEPS,
+    *,
+    touching: int = 0,
 ) -> tuple[StepCosts, Recording]:
-    """Simulate a model that is on the meta device; return also what its buffers were."""
+    """Simulate a model that is on the meta device; return its buffers, too. Arguments are as of `simulate`."""
     recording = Recording()
 
     def forward(engine: Engine) -> Tensor:
         return loss_of(engine(**inputs) if isinstance(inputs, Mapping) else engine(*inputs))
 
-    return simulate(model, config, machine, forward, recording, steps=steps), recording
+    costs = simulate(model, config, machine, forward, recording, steps=steps, touching=touching)
+    return costs, recording
 
 
 def loss_of(output: Any) -> Tensor:

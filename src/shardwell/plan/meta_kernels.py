@@ -7,7 +7,6 @@ Operations that write to their inputs, return views of them, or see other tensor
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +19,7 @@ _VALUES = frozenset(
     {bool, int, float, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format}
 )  # fmt: skip
 _results: dict[Any, Any] = {}
+_making_new: dict[Any, bool] = {}
 _UNKNOWN, _OTHER = object(), object()  # not seen yet; runs as it is
 
 
@@ -38,11 +38,15 @@ class _NotPlainError(Exception):
 
 def run(func: Any, args: Any, kwargs: Any) -> Any:
     """Return what an operation returns for these arguments."""
-    if not _makes_new(func):
+    makes_new = _making_new.get(func)
+    if makes_new is None:
+        makes_new = _making_new[func] = _makes_new(func)
+    if not makes_new:
         return func(*args, **kwargs)
     try:
-        named = [(name, _described(value)) for name, value in kwargs.items()]
-        key = (func, torch.get_default_dtype(), _described(args), *named)
+        key: Any = (func, torch.get_default_dtype(), _described(args))
+        if kwargs:
+            key += tuple([(name, _described(value)) for name, value in kwargs.items()])
     except _NotPlainError:
         return func(*args, **kwargs)
     known = _results.get(key, _UNKNOWN)
@@ -54,7 +58,6 @@ def run(func: Any, args: Any, kwargs: Any) -> Any:
     return result
 
 
-@functools.cache
 def _makes_new(func: Any) -> bool:
     """Return whether an operation of torch says that it neither writes to its inputs nor returns views of them."""
     schema = func._schema
