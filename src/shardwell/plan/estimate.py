@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
+from shardwell.config import load
 from shardwell.engine import Engine
 from shardwell.errors import ConfigError, NoRoomError, ShardwellError
 from shardwell.expert_parallel.layers import takes_experts
@@ -44,6 +45,9 @@ from shardwell.plan.update_chunks import UpdateChunks, with_exact_step, without_
 
 _FEWEST = 4  # blocks: fewer have no block that computes while two others are all-gathered ahead of it
 _FEWEST_BELOW = 9  # blocks: with state on host or disk all staging buffers are in use
+
+TRAIN, MICRO, ACCUMULATION = "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
+_FEW_MICRO_STEPS = (3, 4)  # of a step with more of them: the third makes no more state than the second
 
 _MOST_TRIES = 2  # to find depths of which two predict a third
 _MOST_DEPTHS = 5  # at which time is simulated before all blocks are
@@ -73,6 +77,15 @@ def estimate(
         verified: Whether a third depth of a `BlockModel` is simulated to see that the first two predict it.
     """
     settings = without_nulls(config) if isinstance(config, Mapping) else config
+    batch, number = _micro_steps(settings, machine)
+    if number > _FEW_MICRO_STEPS[1]:
+        kept = {key: value for key, value in settings.items() if key != TRAIN} | {MICRO: batch}
+        found = [
+            estimate(model, {**kept, ACCUMULATION: few}, machine, inputs, loss, verified=verified)
+            for few in _FEW_MICRO_STEPS
+        ]
+        if found[0].costs.rest == found[1].costs.rest and found[0].costs.peaks == found[1].costs.peaks:
+            return replace(_with_all_micro_steps(found[0], found[1], number), config=dict(settings))
     if isinstance(model, BlockModel):
         stages, time = num_stages(settings), None
         if stages > 1:
@@ -112,6 +125,30 @@ def estimate(
     share = _active_share(model, settings, costs.num_parameters) if isinstance(model, BlockModel) else 1.0
     given = settings if isinstance(settings, dict) else {}
     return PlanReport(name, given, machine, costs, tuple(notes), time, share)
+
+
+def _micro_steps(config: Any, machine: SimulatedMachine) -> tuple[Any, int]:
+    """Return the micro-batch and the micro-steps of a step; of a pipeline, whose plans are of few anyway, 1 of them."""
+    if not isinstance(config, Mapping) or num_stages(config) > 1:
+        return None, 1
+    loaded = load(config, world_size=machine.ranks.size)
+    number = loaded.gradient_accumulation_steps
+    return loaded.train_micro_batch_size_per_gpu, number if isinstance(number, int) else 1
+
+
+def _with_all_micro_steps(one: PlanReport, other: PlanReport, number: int) -> PlanReport:
+    """Return the plan of so many micro-steps; two plans are of a few, and each more adds the same."""
+    first, second = _FEW_MICRO_STEPS
+    between, more = second - first, number - first
+    costs = along(one.costs, other.costs, lambda few, many: few + (many - few) * more // between)
+    costs = replace(other.costs, traffic=costs.traffic, calls=costs.calls, copies=costs.copies)
+    time = None
+    if one.time is not None and other.time is not None:
+        time = extrapolated(one.time, other.time, between, more)
+        samples, tokens_of_all = (whole * number // first for whole in (one.time.samples, one.time.tokens))
+        time = replace(time, samples=samples, tokens=tokens_of_all)
+    said = f"{second} of {number:,} micro-steps were simulated, and each more adds the same"
+    return replace(other, costs=costs, time=time, notes=(*other.notes, said))
 
 
 def without_nulls(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -155,7 +192,7 @@ def _of_blocks(
             runs.append(_at(model, depths[2], config, machine, loss))
         found = [costs for costs, _ in runs]
         chunks = UpdateChunks(first, found[0].updated, found[1].updated)
-        is_plain = chunks.is_plain(model.layers)
+        is_plain = not found[0].updates_on_device or chunks.is_plain(model.layers)
         alike = found if is_plain else [without_step(one) for one in found]
         if verified and not are_alike(_extrapolated(alike[0], alike[1], depths, depths[2]), alike[2]):
             continue

@@ -131,10 +131,13 @@ def make_forms(structure: StructureClass, points: Sequence[tuple[int, int]], uns
 
 
 def compare_all_blocks(structure: StructureClass, forms: Forms, point: Point, few: StepCosts, layers: int) -> None:
-    """Raise if forms do not hold for all blocks at a point, of which a simulation of few blocks has these costs."""
-    ((block, _),) = Counter(few.updated or (0,)).most_common(1)
+    """Raise if forms do not hold for all blocks at a point, of which a simulation of few blocks has these costs.
+
+    Small blocks are bundled, and small shards are stepped together, until there are enough of them.
+    """
+    ((block, number),) = Counter(few.updated).most_common(1)
     chunks = UpdateChunks(point.depth, few.updated, (*few.updated, block))
-    if not chunks.is_plain(layers):
+    if number < point.depth or (few.updates_on_device and not chunks.is_plain(layers)):
         compare(structure, forms, replace(point, depth=layers), FEWEST_STEPS, touching=FEWEST_STEPS)
 
 

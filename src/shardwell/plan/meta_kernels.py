@@ -82,8 +82,10 @@ def _described(value: Any) -> Any:
 def _remembered(result: Any, given: set[int]) -> Any:
     """Return the form of a result, from which it is made again; `_OTHER` if it is not of new plain tensors."""
     if type(result) is Tensor:
+        if result.layout is not torch.strided:
+            return _OTHER
         storage, form = result.untyped_storage(), _Made(tuple(result.shape), result.stride(), result.dtype)
-        is_plain = result.is_meta and result.layout is torch.strided and not result.storage_offset()
+        is_plain = result.is_meta and not result.storage_offset()
         if not is_plain or storage._cdata in given:
             return _OTHER
         given.add(storage._cdata)  # no two results share one

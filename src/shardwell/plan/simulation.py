@@ -55,7 +55,8 @@ class StepCosts:
     calls: Numbers  # by kind: collectives in a step
     copies: Numbers  # "to host", "to device", "disk read", "disk written": bytes in a step
     kept: tuple[str, ...] = ()  # units whose optimizer state stays on the device although it is offloaded
-    updated: tuple[int, ...] = ()  # where all updates are on the device: the elements of each unit that a rank steps
+    updated: tuple[int, ...] = ()  # the elements of each unit that a rank steps
+    updates_on_device: bool = False  # all of them
 
 
 @dataclass(frozen=True)
@@ -94,7 +95,14 @@ def along(one: StepCosts, other: StepCosts, number: Callable[[int, int], int]) -
 
 def are_alike(predicted: StepCosts, found: StepCosts) -> bool:
     """Return whether all numbers are equal; in peaks, small tensors of a size by depth may be rounded up once more."""
-    apart: dict[str, Any] = {"peaks": {}, "at_peak": {}, "at_moments": {}, "largest_unit": ("", 0), "updated": ()}
+    apart: dict[str, Any] = {
+        "peaks": {},
+        "at_peak": {},
+        "at_moments": {},
+        "largest_unit": ("", 0),
+        "updated": (),
+        "updates_on_device": False,
+    }
     exact = replace(predicted, **apart) == replace(found, **apart)
     pairs = [(predicted.peaks, found.peaks), (predicted.at_peak, found.at_peak)]
     return exact and all(
@@ -333,15 +341,9 @@ def _costs(engine: Engine, peaks: _Peaks, copies: Numbers) -> StepCosts:
         {kind.value: number for kind, number in traffic.calls.items() if number},
         copies,
         engine.offload.kept,
-        _updated(engine),
+        tuple(sum(group.local_numel for group in unit.trainable) for unit in engine._scheduler.units),
+        engine.optimizer is not None and isinstance(engine.optimizer.executor, InlineExecutor),
     )
-
-
-def _updated(engine: Engine) -> tuple[int, ...]:
-    executor = None if engine.optimizer is None else engine.optimizer.executor
-    if not isinstance(executor, InlineExecutor):
-        return ()
-    return tuple(sum(group.local_numel for group in unit.trainable) for unit in executor.slices.units)
 
 
 _NONZERO = "how many elements are chosen by a mask, or are not zero, depends on values"
@@ -389,6 +391,11 @@ def naming_lines() -> Iterator[None]:
         own = torch.__file__.rsplit("/", 1)[0], shardwell.__file__.rsplit("/", 1)[0]
         frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(own)]
         where = f"{frames[-1].filename}:{frames[-1].lineno} ({frames[-1].line})" if frames else "the model"
+        if "SparseMeta" in str(error):
+            raise ShardwellError(
+                "a sparse gradient has as many rows as there are different values in the inputs, and a plan has sizes "
+                "only: plan the embedding with sparse=False, which needs at least as much."
+            ) from error
         if "expected device meta" in str(error):
             raise ShardwellError(
                 f"{where} uses a tensor that is on another device than the model: register it as a buffer, or make it "

@@ -42,9 +42,7 @@ class UpdateChunks:
     def is_plain(self, layers: int) -> bool:
         """Return whether each block is updated alone, so that depths of a few blocks tell of all."""
         few, all_of_them = self.lengths(self.depth), self.lengths(layers)
-        if not self.first or few is None or all_of_them is None:
-            return not self.first
-        return all_of_them - few == Counter({1: layers - self.depth})
+        return few is not None and all_of_them is not None and all_of_them - few == Counter({1: layers - self.depth})
 
     def depths(self, layers: int) -> tuple[int, ...]:
         """Return the depth of all blocks; of very many two that are whole chunks apart from each other and from all."""
