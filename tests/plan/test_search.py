@@ -15,6 +15,7 @@ from shardwell.plan.decoder import DecoderSizes
 from shardwell.plan.devices import gpu, speeds_of
 from shardwell.plan.explain import Answer, Explanation
 from shardwell.plan.models import PlanModel, decoder
+from shardwell.plan.report import RESERVE
 from shardwell.plan.search import AutoPlan, Search
 from shardwell.plan.speed import PlanSpeed
 from shardwell.plan.structure import minimal, structure_classes
@@ -157,6 +158,21 @@ def test_answers_come_with_figures_of_simulations() -> None:
     node = found["What would one more node bring?"].figures
     assert node["gpus"] == 6
     assert node["states"] > 0
+
+
+def test_a_change_without_which_a_plan_does_not_fit_is_not_called_worthless() -> None:
+    """It is slower than a plan that has no room, which nobody can run."""
+    asked = {"zero_optimization": {"stage": 3}}
+    whole = MODEL.report({**BASE, **asked, "train_micro_batch_size_per_gpu": 1}, machine(4, 2), 128, True)
+    offloaded = {"stage": 3, "offload_optimizer": {"device": "cpu", "ratio": 1.0}}
+    below = MODEL.report(
+        {**BASE, "zero_optimization": offloaded, "train_micro_batch_size_per_gpu": 1}, machine(4, 2), 128, True
+    )
+    room = (whole.peak(Tier.DEVICE) + below.peak(Tier.DEVICE)) / 2 / (1 - RESERVE)
+    found = {one.question: one for one in answers(asked, replace(machine(4, 2), device_bytes=room))}
+    words = found["Is optimizer state on the host worth it?"].words
+    assert "the plan fits with it, and not without it" in words
+    assert "not worth it" not in words
 
 
 def test_a_change_that_a_configuration_does_not_admit_is_an_answer() -> None:

@@ -70,7 +70,11 @@ class LiveTensors(TorchDispatchMode):
             if func in _COPIES:
                 self._note_copy(args)
             if type(result) is Tensor:
-                if result.is_meta and result.layout is torch.strided and id(result.untyped_storage()) not in self._sizes:
+                if (
+                    result.is_meta
+                    and result.layout is torch.strided
+                    and id(result.untyped_storage()) not in self._sizes
+                ):
                     self._enter(result, args, kwargs)
             else:
                 for tensor in tensors_in(result):
