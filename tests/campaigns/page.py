@@ -23,6 +23,7 @@ WORDS = {
     "kills": "ranks killed at random moments, in all tiers and under all launchers",
     "checkpoints": "checkpoints changed by chance, own and foreign, and loaded",
     "configurations": "configurations changed by chance, through `initialize` and two steps",
+    "forms": "points of pages of plans: the engine's bytes, Python's and the browser's",
     "io_faults": "calls on files that fail, in saves, loads and steps with states on disk",
     "memory_limits": "jobs whose memory is limited by a control group",
     "ranks_that_differ": "jobs of which one rank differs in one thing",

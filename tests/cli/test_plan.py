@@ -97,6 +97,8 @@ def test_what_does_not_fit_comes_with_the_smallest_change(tmp_path: Path) -> Non
         (("llama-3-8b", "--gpus", "9"), "nodes of 8 cannot have so many evenly"),
         (("llama-3-8b", "--price", "inf", "--tokens", "1T"), "--price inf: expected a number"),
         (("llama-3-8b", "--html", "/"), "--html /: is a folder"),
+        (("llama-3-8b", "--html", "/proc/plan.html"), "--html /proc/plan.html: cannot be written"),
+        (("x" * 5000,), "no model is known as 'xxx"),
         (("llama-3-8b", "--config", "/nowhere.json"), "no such file"),
         (("llama-3-8b", "--config", "/dev/zero"), "a device, not a file"),
         (("/dev/zero",), "/dev/zero: a device, not a file"),
@@ -136,8 +138,31 @@ def test_bad_input_is_one_sentence(arguments: tuple[str, ...], says: str) -> Non
 
 
 @pytest.mark.parametrize(
+    ("name", "value", "says"),
+    [
+        ("hidden_size", 10**30, "expected at most 4,194,304"),
+        ("num_hidden_layers", 10**9, "num_hidden_layers is 1,000,000,000, expected at most 16,384"),
+        ("vocab_size", 10**12, "expected at most 2,147,483,648"),
+    ],
+)
+def test_a_number_beyond_any_model_is_refused(tmp_path: Path, name: str, value: int, says: str) -> None:
+    written(tmp_path)
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), name: value}))
+    code, text = planned(str(tmp_path))
+    assert code == 2
+    assert says in text
+
+
+@pytest.mark.parametrize(
     ("text", "says"),
     [
+        (
+            "import torch\nclass Model(torch.nn.Module):\n    def __init__(self):\n        super().__init__()\n"
+            "        self.rows = torch.nn.EmbeddingBag(9, 4, sparse=True)\n    def forward(self, x):\n"
+            "        return self.rows(x).sum()\nbuild = Model",
+            "plan the embedding with sparse=False",
+        ),
         ("def build(:", "raised SyntaxError when it was imported: invalid syntax"),
         ("import torch\nbuild = lambda: (torch.nn.Linear(4, 4), 'tokens')", "returned a str as the inputs"),
         (

@@ -67,6 +67,18 @@ def test_the_prediction_is_what_the_job_counts(ranks: Ranks, size: int) -> None:
             assert one["losses"] == sorted(one["losses"], reverse=True)  # the job trains on after it was planned
 
 
+def test_simulated_engines_of_a_comparison_log_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    model, batch = Gpt(), batches(1, 2)[0]
+    optimizer = torch.optim.AdamW(model.parameters())
+    engine = shardwell.initialize(model=model, optimizer=optimizer, config=config({"stage": 2})).engine
+    engine.backward(engine(batch))
+    engine.step()
+    with caplog.at_level("INFO", "shardwell"):
+        caplog.clear()
+        engine.plan((batch,))
+        assert caplog.records == []
+
+
 def test_an_engine_without_an_optimizer_has_no_steps_to_compare() -> None:
     engine = shardwell.initialize(model=Gpt(), config=config({"stage": 2})).engine
     with pytest.raises(ShardwellError, match="no optimizer"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from dataclasses import replace
 from typing import Any
 
@@ -266,3 +267,19 @@ def test_optimizers_without_a_kernel_step_in_host_memory_with_gradients_that_wai
     gradients = 2 * report.costs.num_parameters
     assert report.costs.peaks["step device"] - report.at_rest(Tier.DEVICE) < 1.2 * gradients
     assert report.costs.copies["to host"] == pytest.approx(gradients, rel=0.01)
+
+
+@pytest.mark.parametrize("zero", [{}, {"offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}])
+def test_many_micro_steps_are_planned_from_few(zero: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    model, speeds = decoder("small", replace(SMALL, layers=3), 1, 16, recomputes=True), speeds_of(gpu("h100-80gb"))
+    asked = config(3, zero=zero, gradient_accumulation_steps=9)
+    few = estimate(model, asked, machine(8, speeds=speeds))
+    assert any("4 of 9 micro-steps were simulated" in one for one in few.notes)
+    monkeypatch.setattr(sys.modules["shardwell.plan.estimate"], "_FEW_MICRO_STEPS", (3, 9))
+    whole = estimate(model, asked, machine(8, speeds=speeds))
+    assert few.costs == whole.costs
+    assert few.config == whole.config
+    assert few.time is not None
+    assert whole.time is not None
+    assert (few.time.samples, few.time.tokens) == (whole.time.samples, whole.time.tokens)
+    assert few.time.seconds == pytest.approx(whole.time.seconds, rel=0.001)

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from shardwell.plan import SimulatedMachine, SimulatedRanks, estimate
+from shardwell.optim import param_slices
+from shardwell.plan import SimulatedMachine, SimulatedRanks, estimate, update_chunks
 from shardwell.plan.decoder import DecoderSizes
 from shardwell.plan.estimate import _run
 from shardwell.plan.models import decoder
@@ -52,5 +53,30 @@ def test_small_parameters_of_few_blocks_are_shared_as_those_of_all(
     whole, _ = _run(model.build(sizes.layers), config, machine, model.inputs, None)
     for name in ("num_parameters", "rest", "traffic", "calls", "copies"):
         assert getattr(few.costs, name) == getattr(whole, name), name
-    for moment in ("forward", "backward"):
+    for moment in ("forward", "backward", "step"):
         assert abs(few.costs.peaks[f"{moment} device"] - whole.peaks[f"{moment} device"]) <= _ROUNDED
+
+
+@pytest.mark.parametrize("together", [2, 9])
+@pytest.mark.parametrize(("stage", "most"), [(1, 128), (3, 128), (3, 0)])
+def test_the_peak_of_a_step_is_that_of_the_blocks_that_are_stepped_together(
+    stage: int, most: int, together: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three depths of few blocks may be on a line, and more blocks not: the next ones are stepped after them."""
+    monkeypatch.setattr(update_chunks, "_MOST", most)
+    numel = sum(one.numel() for one in decoder("", GATED, 1, 32, recomputes=True).build(1).blocks.parameters())
+    monkeypatch.setattr(param_slices, "_CHUNK", (together - 1) * numel // 8 + 1)
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "bf16": {"enabled": True},
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
+        "zero_optimization": {"stage": stage},
+        "shardwell": {"bundle_size": 0},
+    }
+    model, machine = decoder("few", GATED, 1, 32, recomputes=True), SimulatedMachine(ranks=SimulatedRanks(0, 8, 8))
+    few = estimate(model, config, machine)
+    assert f"of {GATED.layers} identical blocks were simulated" in few.notes[-1]
+    whole, _ = _run(model.build(GATED.layers), config, machine, model.inputs, None)
+    assert few.costs.rest == whole.rest
+    assert abs(few.costs.peaks["step device"] - whole.peaks["step device"]) <= _ROUNDED
+    assert abs(few.costs.at_moments["step"]["gradients"] - whole.at_moments["step"]["gradients"]) <= _ROUNDED

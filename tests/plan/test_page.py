@@ -15,6 +15,7 @@ from shardwell.plan import SimulatedMachine, SimulatedRanks
 from shardwell.plan.forms import make_forms, simulated_sizes
 from shardwell.plan.models import PRESETS, PlanModel, decoder
 from shardwell.plan.page import PlanPage
+from shardwell.plan.simulation import FEWEST_STEPS
 from shardwell.plan.terms import NoFormError, Point, Sizes, shard_tree
 from shardwell.plan.trees import Symbol, as_json, evaluate, plus, times
 from shardwell.plan.what_if import Asked, Structure, WhatIf
@@ -119,6 +120,19 @@ def test_forms_are_what_the_engine_takes_to_the_byte(what_if: WhatIf) -> None:
     for structure, point in points(what_if, 4, 1):
         costs, _ = plan.structure_class(structure).run(point)
         assert what_if.forms[structure].at(point) == simulated_sizes(costs), (structure, point)
+
+
+@pytest.mark.parametrize("structure", [Structure(0), Structure(3, codec="both"), Structure(3, "nvme", "nvme")])
+def test_a_step_after_one_that_only_touches_parameters_is_a_step_after_a_whole_one(structure: Structure) -> None:
+    """Forms are made from such steps; what they are compared with has two whole ones."""
+    simulated, point = asked().structure_class(structure), Point(2, 4, 2, 512, 3)
+    (costs, whole), (touched_costs, touched) = (
+        simulated.run(point, FEWEST_STEPS, touching=number) for number in (0, 1)
+    )
+    assert touched_costs == costs
+    assert touched.changes[touched.begin :] == whole.changes[whole.begin :]
+    assert touched.received == whole.received
+    assert len(touched.changes) < 0.8 * len(whole.changes)
 
 
 @pytest.mark.slow

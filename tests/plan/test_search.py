@@ -15,6 +15,7 @@ from shardwell.plan.decoder import DecoderSizes
 from shardwell.plan.devices import gpu, speeds_of
 from shardwell.plan.explain import Answer, Explanation
 from shardwell.plan.models import PlanModel, decoder
+from shardwell.plan.report import RESERVE
 from shardwell.plan.search import AutoPlan, Search
 from shardwell.plan.speed import PlanSpeed
 from shardwell.plan.structure import minimal, structure_classes
@@ -62,7 +63,8 @@ def test_everything_that_is_not_a_plan_has_a_reason(two_nodes: AutoPlan) -> None
         *((None, None, None), (2, None, None), (None, 2, None), (None, None, 2), (2, None, 2))
     }
     known = [one.kind for one in two_nodes.plans] + [one.kind for one in two_nodes.dropped]
-    assert sorted(map(str, classes)) == sorted(map(str, known))
+    assert sorted(map(str, classes)) == sorted(str(one) for one in known if one.keeps)
+    assert {replace(one, keeps=True) for one in known} == set(classes)  # offloaded state may also be all on the host
     assert all(one.why for one in two_nodes.dropped)
 
 
@@ -165,6 +167,21 @@ def test_answers_come_with_figures_of_simulations() -> None:
     node = found["What would one more node bring?"].figures
     assert node["gpus"] == 6
     assert node["states"] > 0
+
+
+def test_a_change_without_which_a_plan_does_not_fit_is_not_called_worthless() -> None:
+    """It is slower than a plan that has no room, which nobody can run."""
+    asked = {"zero_optimization": {"stage": 3}}
+    whole = MODEL.report({**BASE, **asked, "train_micro_batch_size_per_gpu": 1}, machine(4, 2), 128, True)
+    offloaded = {"stage": 3, "offload_optimizer": {"device": "cpu", "ratio": 1.0}}
+    below = MODEL.report(
+        {**BASE, "zero_optimization": offloaded, "train_micro_batch_size_per_gpu": 1}, machine(4, 2), 128, True
+    )
+    room = (whole.peak(Tier.DEVICE) + below.peak(Tier.DEVICE)) / 2 / (1 - RESERVE)
+    found = {one.question: one for one in answers(asked, replace(machine(4, 2), device_bytes=room))}
+    words = found["Is optimizer state on the host worth it?"].words
+    assert "the plan fits with it, and not without it" in words
+    assert "not worth it" not in words
 
 
 @pytest.mark.slow

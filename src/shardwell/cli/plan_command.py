@@ -135,8 +135,8 @@ def plan(
         raise ConfigError("--price: how much is to be trained? Add --tokens, as --tokens 1T")  # before it is planned
     if price is not None and not math.isfinite(price):
         raise ConfigError(f"--price {price}: expected a number")
-    if html is not None and (html.is_dir() or not html.resolve().parent.is_dir()):
-        raise ConfigError(f"--html {html}: {'is a folder' if html.is_dir() else 'its folder does not exist'}")
+    if html is not None:
+        _check_page(html)
     machine = with_speeds(_machine(gpu, gpus, nodes, host_memory, disk), gpu, link, drive, measured)
     num_tokens = None if tokens is None else parse_count(tokens, "--tokens")
     if ":" in model and os.getcwd() not in sys.path:
@@ -190,6 +190,19 @@ class _Shown:
     text: str
     values: dict[str, Any]
     recomputes: bool = True
+
+
+def _check_page(path: Path) -> None:
+    """Refuse a file that cannot be written, before a plan takes its time."""
+    if path.is_dir() or not path.absolute().parent.is_dir():
+        raise ConfigError(f"--html {path}: {'is a folder' if path.is_dir() else 'its folder does not exist'}")
+    existed = path.exists()
+    try:
+        path.open("ab").close()
+        if not existed:
+            path.unlink()
+    except OSError as error:
+        raise ConfigError(f"--html {path}: cannot be written ({error.strerror})") from None
 
 
 def _write_page(path: Path, shown: _Shown, subject: PlanModel, asked: tuple[str, str, int]) -> None:

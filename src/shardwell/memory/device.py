@@ -95,7 +95,9 @@ class Device:
         """Return whether a tensor is in memory of the device's own, to which data on the host has to be copied."""
         if self.machine.ranks is None:
             return tensor.is_cuda
-        return self._is_device_simulated and tensor.untyped_storage() not in self._on_host
+        if not self._is_device_simulated or tensor.layout is not torch.strided:  # sparse tensors have no storage
+            return self._is_device_simulated
+        return tensor.untyped_storage() not in self._on_host
 
     def empty(self, numel: int, dtype: torch.dtype, tier: Tier = Tier.DEVICE, *, pinned: bool = True) -> Tensor:
         """Return an uninitialised 1-D tensor on a tier.

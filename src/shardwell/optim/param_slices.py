@@ -217,17 +217,22 @@ def _part_of(value: Any, whole: Tensor, first: int, numel: int) -> Any:
     return value[first : first + numel].clone() if value.shape == whole.shape else value.clone()
 
 
-def _chunks(units: Sequence[Unit]) -> Iterator[list[Unit]]:
-    chunk: list[Unit] = []
-    size = 0
-    for unit in units:
-        chunk.append(unit)
-        size += sum(group.local_numel for group in unit.trainable)
+def chunk_lengths(numels: Iterable[int]) -> list[int]:
+    """Return how many units are stepped together, for the elements that a rank steps of each unit in turn."""
+    found, length, size = list[int](), 0, 0
+    for numel in numels:
+        length, size = length + 1, size + numel
         if size >= _CHUNK:
-            yield chunk
-            chunk, size = [], 0
-    if chunk:
-        yield chunk
+            found.append(length)
+            length, size = 0, 0
+    return [*found, length] if length else found
+
+
+def _chunks(units: Sequence[Unit]) -> Iterator[list[Unit]]:
+    begin = 0
+    for length in chunk_lengths(sum(group.local_numel for group in unit.trainable) for unit in units):
+        yield list(units[begin : begin + length])
+        begin += length
 
 
 def scalar_state(inner: Optimizer, tensor: Tensor, before: Any, value: float) -> Any:

@@ -6,7 +6,9 @@ simulated on a machine with the figures of this one. Nothing of the running job 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import contextlib
+import logging
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -98,7 +100,7 @@ def compare(engine: Engine, inputs: Inputs, loss: Callable[[Any], Tensor] | None
         return loss_of(output if loss is None else loss(output))
 
     grid = engine._context.roles.grid
-    with without(engine._teardown.sequences):
+    with without(engine._teardown.sequences), _silent():
         costs = simulate(whole_model(engine), settings, machine, forward, grid=grid)
         rest, peaks = _counted(whole_model(engine), settings, machine, forward, grid)
     report, traffic = engine.memory(), engine.traffic()
@@ -158,6 +160,18 @@ def _settings(engine: Engine) -> Config:
         params = {name: inner.defaults[name] for name in _ARGUMENTS if name in inner.defaults}
         settings = settings.with_block("optimizer", OptimizerConfig(type=type(inner).__name__, params=params))
     return settings
+
+
+@contextlib.contextmanager
+def _silent() -> Iterator[None]:
+    """Let simulated engines not log what this job's engine has said of itself."""
+    logger = logging.getLogger("shardwell")
+    before = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
 
 
 def _counted(

@@ -5,8 +5,11 @@ It has the parameters and the activations of the architectures that it stands fo
 
 from __future__ import annotations
 
+import contextlib
+import functools
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar, cast
 
 import torch
 import torch.nn.functional as F
@@ -88,6 +91,20 @@ class Decoder(nn.Module):
             self.head.weight = self.embed.weight
         self._recomputes = recomputes
 
+    @contextlib.contextmanager
+    def touched(self) -> Iterator[None]:
+        """Let blocks read their parameters and make gradients of them, and compute nothing else.
+
+        An engine allocates its states in such a step, and learns the order of units, as in any other.
+        """
+        for block in self.blocks:
+            block.forward = functools.partial(_touch, block)
+        try:
+            yield
+        finally:
+            for block in self.blocks:
+                del block.__dict__["forward"]
+
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.embed(tokens)
         if self.positions is not None:
@@ -98,6 +115,23 @@ class Decoder(nn.Module):
             x = checkpoint(block, x) if self._recomputes else block(x)
         logits = self.head(self.norm(x)).float()
         return F.cross_entropy(logits.flatten(0, 1), tokens.flatten())
+
+
+class _Touched(torch.autograd.Function):
+    """Gives its last argument on; the others get gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, *given: Tensor) -> Tensor:
+        ctx.save_for_backward(*given[:-1])
+        return given[-1].view_as(given[-1])
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:
+        return *(torch.empty_like(one) for one in ctx.saved_tensors), grad
+
+
+def _touch(block: nn.Module, x: Tensor) -> Tensor:
+    return cast(Tensor, _Touched.apply(*block.parameters(), x))  # type: ignore[no-untyped-call]
 
 
 class _Block(nn.Module):

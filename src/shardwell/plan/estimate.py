@@ -8,6 +8,7 @@ took. Nothing here depends on the number of ranks.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
+from shardwell.config import load
 from shardwell.engine import Engine
 from shardwell.errors import ConfigError, NoRoomError, ShardwellError
 from shardwell.expert_parallel.layers import takes_experts
@@ -41,9 +43,13 @@ from shardwell.plan.simulation import (
 )
 from shardwell.plan.stages import of_stages
 from shardwell.plan.step_time import StepTime, extrapolated, simulate_time
+from shardwell.plan.update_chunks import UpdateChunks, with_exact_step, without_step
 
 _FEWEST = 4  # blocks: fewer have no block that computes while two others are all-gathered ahead of it
 _FEWEST_BELOW = 9  # blocks: with state on host or disk all staging buffers are in use
+
+TRAIN, MICRO, ACCUMULATION = "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
+_FEW_MICRO_STEPS = (3, 4)  # of a step with more of them: the third makes no more state than the second
 
 _MOST_TRIES = 2  # to find depths of which two predict a third
 _MOST_DEPTHS = 5  # at which time is simulated before all blocks are
@@ -74,6 +80,15 @@ def estimate(
         verified: Whether a third depth of a `BlockModel` is simulated to see that the first two predict it.
     """
     settings = without_nulls(config) if isinstance(config, Mapping) else config
+    batch, number = _micro_steps(settings, machine)
+    if number > _FEW_MICRO_STEPS[1]:
+        kept = {key: value for key, value in settings.items() if key != TRAIN} | {MICRO: batch}
+        found = [
+            estimate(model, {**kept, ACCUMULATION: few}, machine, inputs, loss, verified=verified)
+            for few in _FEW_MICRO_STEPS
+        ]
+        if found[0].costs.rest == found[1].costs.rest and found[0].costs.peaks == found[1].costs.peaks:
+            return replace(_with_all_micro_steps(found[0], found[1], number), config=dict(settings))
     if isinstance(model, BlockModel):
         stages, time = num_stages(settings), None
         if stages > 1:
@@ -119,6 +134,30 @@ def estimate(
     return PlanReport(name, given, machine, costs, tuple(notes), time, share)
 
 
+def _micro_steps(config: Any, machine: SimulatedMachine) -> tuple[Any, int]:
+    """Return the micro-batch and the micro-steps of a step; of a pipeline, whose plans are of few anyway, 1 of them."""
+    if not isinstance(config, Mapping) or num_stages(config) > 1:
+        return None, 1
+    loaded = load(config, world_size=machine.ranks.size)
+    number = loaded.gradient_accumulation_steps
+    return loaded.train_micro_batch_size_per_gpu, number if isinstance(number, int) else 1
+
+
+def _with_all_micro_steps(one: PlanReport, other: PlanReport, number: int) -> PlanReport:
+    """Return the plan of so many micro-steps; two plans are of a few, and each more adds the same."""
+    first, second = _FEW_MICRO_STEPS
+    between, more = second - first, number - first
+    costs = along(one.costs, other.costs, lambda few, many: few + (many - few) * more // between)
+    costs = replace(other.costs, traffic=costs.traffic, calls=costs.calls, copies=costs.copies)
+    time = None
+    if one.time is not None and other.time is not None:
+        time = extrapolated(one.time, other.time, between, more)
+        samples, tokens_of_all = (whole * number // first for whole in (one.time.samples, one.time.tokens))
+        time = replace(time, samples=samples, tokens=tokens_of_all)
+    said = f"{second} of {number:,} micro-steps were simulated, and each more adds the same"
+    return replace(other, costs=costs, time=time, notes=(*other.notes, said))
+
+
 def without_nulls(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return a configuration without blocks that are null, which count as absent."""
     return {key: value for key, value in config.items() if value is not None}
@@ -159,13 +198,19 @@ def _of_blocks(
         if verified:  # with a step more, which is compared
             runs.append(_at(model, depths[2], config, machine, loss))
         found = [costs for costs, _ in runs]
-        if not verified and found[0].kept == found[1].kept:
+        chunks = UpdateChunks(first, found[0].updated, found[1].updated)
+        is_plain = not found[0].updates_on_device or chunks.is_plain(model.layers)
+        alike = found if is_plain else [without_step(one) for one in found]
+        if verified and not are_alike(_extrapolated(alike[0], alike[1], depths, depths[2]), alike[2]):
+            continue
+        if verified or found[0].kept == found[1].kept:
             whole = _extrapolated(found[0], found[1], depths, model.layers)
-            return replace(whole, largest_unit=found[1].largest_unit), runs[1][1]
-        if verified and are_alike(_extrapolated(found[0], found[1], depths, depths[2]), found[2]):
-            whole = _extrapolated(found[0], found[1], depths, model.layers)
+            whole = replace(whole, largest_unit=found[-1].largest_unit)
+            if not is_plain:
+                at = functools.partial(_touched_at, model, config, machine, loss)
+                whole = with_exact_step(whole, chunks, model.layers, at)
             same = f"{depths[0]}, {depths[1]} and {depths[2]} of {model.layers} identical blocks were simulated"
-            return replace(whole, largest_unit=found[2].largest_unit), [*runs[2][1], same]
+            return whole, [*runs[-1][1], *([same] if verified else [])]
     return _at(model, model.layers, config, machine, loss)
 
 
@@ -287,6 +332,14 @@ def _at(
     return _run(model.build(depth), config, whole, model.inputs, loss, steps) if notes else (costs, notes)
 
 
+def _touched_at(
+    model: BlockModel, config: Any, machine: SimulatedMachine, loss: Callable[[Any], Tensor] | None, depth: int
+) -> StepCosts:
+    """Simulate some of the blocks, which compute nothing: all but the peaks of forward and backward is as always."""
+    part = _with_blocks(machine, depth, model.layers)
+    return _run(model.build(depth), config, part, model.inputs, loss, FEWEST_STEPS, touching=FEWEST_STEPS)[0]
+
+
 def _run(
     model: nn.Module,
     config: Any,
@@ -294,14 +347,17 @@ def _run(
     inputs: Inputs,
     loss: Callable[[Any], Tensor] | None,
     steps: int = STEPS,
+    *,
+    touching: int = 0,
 ) -> tuple[StepCosts, list[str]]:
     """Simulate a model; one that the engine would refuse for want of room is simulated with more."""
     forward = _forward(inputs, loss)
     try:
-        return simulate(model, config, machine, forward, steps=steps), []
+        return simulate(model, config, machine, forward, steps=steps, touching=touching), []
     except NoRoomError as error:
         patient, large = _with_more_room(config, machine)
-        return simulate(model, patient, large, forward, steps=steps), [f"the engine would refuse to start: {error}"]
+        costs = simulate(model, patient, large, forward, steps=steps, touching=touching)
+        return costs, [f"the engine would refuse to start: {error}"]
 
 
 def _forward(inputs: Inputs, loss: Callable[[Any], Tensor] | None) -> Callable[[Engine], Tensor]:
@@ -332,15 +388,22 @@ def _with_more_room(config: Any, machine: SimulatedMachine) -> tuple[Any, Simula
 
 
 def record(
-    model: nn.Module, config: Any, machine: SimulatedMachine, inputs: Inputs, steps: int = STEPS
+    model: nn.Module,
+    config: Any,
+    machine: SimulatedMachine,
+    inputs: Inputs,
+    steps: int = STEPS,
+    *,
+    touching: int = 0,
 ) -> tuple[StepCosts, Recording]:
-    """Simulate a model that is on the meta device; return also what its buffers were."""
+    """Simulate a model that is on the meta device; return its buffers, too. Arguments are as of `simulate`."""
     recording = Recording()
 
     def forward(engine: Engine) -> Tensor:
         return loss_of(engine(**inputs) if isinstance(inputs, Mapping) else engine(*inputs))
 
-    return simulate(model, config, machine, forward, recording, steps=steps), recording
+    costs = simulate(model, config, machine, forward, recording, steps=steps, touching=touching)
+    return costs, recording
 
 
 def loss_of(output: Any) -> Tensor:

@@ -176,8 +176,14 @@ class Explanation:
             f"It frees {human(saved)} of each device and takes {human(other.peak(Tier.HOST))} of the host for each "
             f"rank, with {human(copied)} copied in a step. "
         )
-        words += "It is not needed: the plan fits without it. " if self.report.fits else ""
-        words += self._worth(self.report, other) if other.fits else f"It does not fit: {other.lack()}."
+        seconds = _speeds(self.report, other, self.sequence)
+        if not other.fits:
+            words += f"It does not fit: {other.lack()}."
+        elif self.report.fits:
+            words += f"It is not needed: the plan fits without it. {self._worth(self.report, other)}"
+        else:
+            words += "It is needed, or another change: the plan fits with it, and not without it. "
+            words += f"A step takes {seconds[1]} with it." if seconds else ""
         return Answer(question, words.rstrip(), {"freed": saved, "copied": copied, "fits": other.fits})
 
     def _one_more_node(self) -> Answer:

@@ -19,6 +19,7 @@ _NAMES = {  # of the fields of configurations: those that the architectures have
     "heads": ("num_attention_heads", "n_head"),
     "vocabulary": ("vocab_size",),
 }
+_POSITIONS = ("max_position_embeddings", "n_positions")
 _MLP = ("intermediate_size", "n_inner", "ffn_dim")
 _KV_HEADS = ("num_key_value_heads",)
 _GATED = ("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "phi3", "olmo2", "granite", "smollm3")
@@ -81,7 +82,7 @@ def _positions(found: dict[str, Any], path: Path) -> int:
     """Return the rows of learned position embeddings; 0 if positions are no parameters."""
     if found["model_type"] not in ("gpt2", "opt"):
         return 0
-    rows = _number(found, path, ("max_position_embeddings", "n_positions"), needed=True)
+    rows = _number(found, path, _POSITIONS, needed=True)
     return rows + 2 if found["model_type"] == "opt" else rows
 
 
@@ -156,7 +157,16 @@ def _number(found: dict[str, Any], path: Path, names: tuple[str, ...], *, needed
         if value is not None:
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ConfigError(f"{path}: {name} is {value!r}, expected a whole number of 1 or more")
+            if value > (most := _most(name)):
+                raise ConfigError(f"{path}: {name} is {value:,}, expected at most {most:,}")
             return value
     if needed:
         raise ConfigError(f"{path}: has no {' or '.join(names)}")
     return 0
+
+
+def _most(name: str) -> int:
+    """Return the largest number that a plan takes, with which the elements of a tensor still have 64 bits."""
+    if name in _NAMES["layers"] or name in _EXPERTS:
+        return 1 << 14
+    return 1 << (31 if name in (*_NAMES["vocabulary"], *_POSITIONS) else 22)

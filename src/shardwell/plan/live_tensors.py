@@ -24,6 +24,13 @@ _COPIES = (torch.ops.aten.copy_.default, torch.ops.aten._foreach_copy_.default)
 _TO_COPY = torch.ops.aten._to_copy.default
 
 
+class _Living(weakref.ref[torch.UntypedStorage]):
+    """A storage that is counted, with the id that it has while it lives."""
+
+    __slots__ = ("key",)
+    key: int
+
+
 class LiveTensors(TorchDispatchMode):
     """The bytes of tensors on the device that no statistics count, now and at the peak of everything together."""
 
@@ -31,7 +38,8 @@ class LiveTensors(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self._stats, self._device = stats, device
         self._sizes: dict[int, int] = {}  # by the id of a living storage
-        self._new: list[weakref.ref[torch.UntypedStorage]] = []  # which the statistics may count after all
+        self._living: dict[int, _Living] = {}  # the same storages
+        self._new: list[_Living] = []  # which the statistics may count after all
         self.now = self.host_now = 0
         self.peak, self.at_peak = 0, 0  # bytes of all, and those of them that are counted here
         self.host_peak = 0  # bytes of all in host memory
@@ -60,44 +68,51 @@ class LiveTensors(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         with torch._C.DisableTorchFunction():  # a mode for functions would see every size that is asked for
-            return self._run(func, args, kwargs)
-
-    def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
-        result = run(func, args, kwargs or {})
-        inputs = [one for one in tensors_in((args, kwargs)) if one.is_meta]
-        if func in _COPIES:
-            self._note_copy(args)
-        is_on_host = bool(inputs) and not any(self._device.is_on_device(one) for one in inputs)
-        if func is _TO_COPY and inputs and not is_on_host and inputs[0].untyped_storage() in self.copied_to_host:
-            self.to_host += inputs[0].nbytes
-            is_on_host = True
-        if isinstance(result, list) and args and isinstance(args[0], list) and len(args[0]) == len(result):
-            for tensor, one in zip(result, args[0], strict=True):  # for each: some may be on the host, some not
-                self._enter(tensor, not self._device.is_on_device(one))
+            result = run(func, args, kwargs or {})
+            if func in _COPIES:
+                self._note_copy(args)
+            elif func is _TO_COPY:
+                self._note_move(args[0], result)
+            if type(result) is Tensor:
+                if (
+                    result.is_meta
+                    and result.layout is torch.strided
+                    and id(result.untyped_storage()) not in self._sizes
+                ):
+                    self._enter(result, args, kwargs)
+            else:
+                for place, tensor in enumerate(tensors_in(result)):
+                    if tensor.is_meta and tensor.layout is torch.strided:  # others have no storage
+                        self._enter(tensor, *_inputs_of(place, result, args, kwargs))
             return result
-        for tensor in tensors_in(result):
-            if tensor.is_meta:
-                self._enter(tensor, is_on_host)
-        return result
 
-    def _enter(self, tensor: Tensor, is_on_host: bool) -> None:
+    def _enter(self, tensor: Tensor, args: Any, kwargs: Any) -> None:
         storage = tensor.untyped_storage()
-        if id(storage) in self._sizes or storage in self._device.counted:
+        key = id(storage)
+        if key in self._sizes or storage in self._device.counted:
             return
         if not self._device.is_on_device(tensor):
             self._enter_on_host(storage)
             return
-        if is_on_host:
+        if self._is_of_host(args, kwargs):
             self._device.mark_as_host(tensor)
             return
-        size = -(-storage.nbytes() // _BLOCK) * _BLOCK
-        self._sizes[id(storage)] = size
+        num_bytes = storage.nbytes()
+        size = -(-num_bytes // _BLOCK) * _BLOCK
+        self._sizes[key] = size
+        self._living[key] = living = _Living(storage, self._forgotten)
+        living.key = key
         if self.recording is not None:
-            self.recording.entered(id(storage), storage.nbytes())
-        weakref.finalize(storage, self._forget, id(storage))
+            self.recording.entered(key, num_bytes)
         self.now += size
-        self._new.append(weakref.ref(storage))
+        self._new.append(living)
         self._look()
+
+    def _is_of_host(self, args: Any, kwargs: Any) -> bool:
+        """Return whether an operation has tensors, all of them in host memory."""
+        is_on_device = self._device.is_on_device
+        inputs = [one for one in tensors_in((args, kwargs)) if one.is_meta]
+        return bool(inputs) and not any(map(is_on_device, inputs))
 
     def _enter_on_host(self, storage: torch.UntypedStorage) -> None:
         if storage in self._device.uncounted_on_host:
@@ -112,7 +127,11 @@ class LiveTensors(TorchDispatchMode):
     def _look_at_host(self) -> None:
         self.host_peak = max(self.host_peak, self.host_now + self._stats.total(Tier.HOST))
 
+    def _forgotten(self, living: _Living) -> None:
+        self._forget(living.key)
+
     def _forget(self, key: int) -> None:
+        self._living.pop(key, None)
         self.now -= self._sizes.pop(key, 0)
         if self.recording is not None:
             self.recording.left(key)
@@ -141,6 +160,11 @@ class LiveTensors(TorchDispatchMode):
                 self.to_device += size if is_up else 0
                 self.to_host += size if is_down else 0
 
+    def _note_move(self, one: Tensor, result: Tensor) -> None:
+        if one.is_meta and self._device.is_on_device(one) and one.untyped_storage() in self.copied_to_host:
+            self.to_host += one.nbytes
+            self._device.mark_as_host(result)
+
     # ------------------------------------------------------------------------------------------------------- peaks
 
     def begin_moment(self, name: str) -> None:
@@ -151,3 +175,9 @@ class LiveTensors(TorchDispatchMode):
         self.peak = self.host_peak = 0
         self._look()
         self._look_at_host()
+
+
+def _inputs_of(place: int, result: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """Return the arguments that one tensor of a result comes from: its own where an operation is for each of a list."""
+    is_for_each = isinstance(result, list) and bool(args) and isinstance(args[0], list) and len(args[0]) == len(result)
+    return ((args[0][place],), None) if is_for_each else (args, kwargs)

@@ -7,7 +7,6 @@ Operations that write to their inputs, return views of them, or see other tensor
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +19,7 @@ _VALUES = frozenset(
     {bool, int, float, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format}
 )  # fmt: skip
 _results: dict[Any, Any] = {}
+_making_new: dict[Any, bool] = {}
 _UNKNOWN, _OTHER = object(), object()  # not seen yet; runs as it is
 
 
@@ -38,11 +38,15 @@ class _NotPlainError(Exception):
 
 def run(func: Any, args: Any, kwargs: Any) -> Any:
     """Return what an operation returns for these arguments."""
-    if not _makes_new(func):
+    makes_new = _making_new.get(func)
+    if makes_new is None:
+        makes_new = _making_new[func] = _makes_new(func)
+    if not makes_new:
         return func(*args, **kwargs)
     try:
-        named = [(name, _described(value)) for name, value in kwargs.items()]
-        key = (func, torch.get_default_dtype(), _described(args), *named)
+        key: Any = (func, torch.get_default_dtype(), _described(args))
+        if kwargs:
+            key += tuple([(name, _described(value)) for name, value in kwargs.items()])
     except _NotPlainError:
         return func(*args, **kwargs)
     known = _results.get(key, _UNKNOWN)
@@ -54,7 +58,6 @@ def run(func: Any, args: Any, kwargs: Any) -> Any:
     return result
 
 
-@functools.cache
 def _makes_new(func: Any) -> bool:
     """Return whether an operation of torch says that it neither writes to its inputs nor returns views of them."""
     schema = func._schema
@@ -79,8 +82,10 @@ def _described(value: Any) -> Any:
 def _remembered(result: Any, given: set[int]) -> Any:
     """Return the form of a result, from which it is made again; `_OTHER` if it is not of new plain tensors."""
     if type(result) is Tensor:
+        if result.layout is not torch.strided:
+            return _OTHER
         storage, form = result.untyped_storage(), _Made(tuple(result.shape), result.stride(), result.dtype)
-        is_plain = result.is_meta and result.layout is torch.strided and not result.storage_offset()
+        is_plain = result.is_meta and not result.storage_offset()
         if not is_plain or storage._cdata in given:
             return _OTHER
         given.add(storage._cdata)  # no two results share one

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import os
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -141,9 +142,9 @@ def sizes_of(model: str) -> tuple[str, DecoderSizes, tuple[str, ...]]:
     if key in PRESETS:
         return key, PRESETS[key], ()
     path = Path(model)
-    if model and path.is_dir():
+    if model and os.path.isdir(model):  # false for a name that no file can have
         path = path / "config.json"
-    if path.suffix == ".json" or (model and path.exists()):
+    if path.suffix == ".json" or (model and os.path.exists(model)):
         return Path(model).name.removesuffix(".json"), *sizes_of_file(path)
     near = difflib.get_close_matches(key, PRESETS, 1, 0.5)
     meant = f"Did you mean {near[0]}? " if near else ""

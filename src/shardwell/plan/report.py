@@ -116,7 +116,8 @@ class PlanReport:
     def as_dict(self) -> dict[str, Any]:
         """Return everything as values of JSON; all sizes are bytes."""
         costs = asdict(self.costs)
-        del costs["at_moments"]
+        for name in ("at_moments", "updated", "updates_on_device"):
+            del costs[name]
         costs["largest_unit"] = dict(zip(("name", "bytes"), self.costs.largest_unit, strict=True))
         return {
             "model": self.name,

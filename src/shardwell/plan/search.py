@@ -191,6 +191,8 @@ class Search:
         peaks = {key: size + self._growth[again].get(key, 0) for key, size in one.costs.peaks.items()}
         larger = replace(one, costs=replace(one.costs, peaks=peaks))
         self._found.append((kind, PeakLines((sizes[0], sizes[0] + 1), (one, larger))))
+        if one.costs.kept:  # what is kept takes room from activations: without it the batch may be larger
+            self._look_at(replace(kind, keeps=False))
         return True
 
     def _micro_batches(self, kind: PlanClass) -> list[int]:

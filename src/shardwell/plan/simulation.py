@@ -6,7 +6,8 @@ import contextlib
 import copy
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,9 +22,11 @@ from shardwell.errors import ShardwellError
 from shardwell.memory import StateKind, Tier
 from shardwell.memory.device import MemoryStats, observed_statistics
 from shardwell.memory.machine import SimulatedMachine, simulated
+from shardwell.optim.executor import InlineExecutor
 from shardwell.optim.param_slices import ParamSlice
 from shardwell.parallel.grid import Grid
 from shardwell.pipeline.operations import Operation, Pass
+from shardwell.plan.decoder import Decoder
 from shardwell.plan.fused_kernels import FusedKernels
 from shardwell.plan.live_tensors import LiveTensors
 from shardwell.plan.recording import ACTIVATIONS, ReceivedBytes, Recording
@@ -53,6 +56,8 @@ class StepCosts:
     calls: Numbers  # by kind: collectives in a step
     copies: Numbers  # "to host", "to device", "disk read", "disk written": bytes in a step
     kept: tuple[str, ...] = ()  # units whose optimizer state stays on the device although it is offloaded
+    updated: tuple[int, ...] = ()  # the elements of each unit that a rank steps
+    updates_on_device: bool = False  # all of them
 
 
 @dataclass(frozen=True)
@@ -91,7 +96,14 @@ def along(one: StepCosts, other: StepCosts, number: Callable[[int, int], int]) -
 
 def are_alike(predicted: StepCosts, found: StepCosts) -> bool:
     """Return whether all numbers are equal; in peaks, small tensors of a size by depth may be rounded up once more."""
-    apart: dict[str, Any] = {"peaks": {}, "at_peak": {}, "at_moments": {}, "largest_unit": ("", 0)}
+    apart: dict[str, Any] = {
+        "peaks": {},
+        "at_peak": {},
+        "at_moments": {},
+        "largest_unit": ("", 0),
+        "updated": (),
+        "updates_on_device": False,
+    }
     exact = replace(predicted, **apart) == replace(found, **apart)
     pairs = [(predicted.peaks, found.peaks), (predicted.at_peak, found.at_peak)]
     return exact and all(
@@ -120,19 +132,23 @@ def simulate(
     *,
     steps: int = STEPS,
     grid: Grid | None = None,
+    touching: int = 0,
 ) -> StepCosts:
     """Run steps of a model on the meta device as one rank of a machine; `forward` returns the loss of a micro-step.
 
     The stages of a pipeline have forwards of several micro-steps in flight: `trains` runs a whole step of theirs.
-    `grid` are the axes of a job that has them of a mesh, and not of its configuration. The model is of no use
-    afterwards: to unshard it would take a collective for each rank.
+    `grid` are the axes of a job that has them of a mesh, and not of its configuration. In so many first
+    steps as `touching` the blocks of a `Decoder` only touch their parameters. The model is of no use afterwards: to
+    unshard it would take a collective for each rank.
     """
     observed = observed_statistics(None if recording is None else recording.changed)
     with simulated(machine), observed, torch.compiler.set_stance("force_eager"):  # compiled parts run as they are
         checkpointing.reset()  # what it knows of another machine
         engine = shardwell.initialize(model=model, config=config, mesh=grid).engine  # type: ignore[arg-type]
         try:
-            return _measured(engine, forward, recording, trains, steps)
+            touched = model.touched if isinstance(model, Decoder) else contextlib.nullcontext
+            computes = [touched] * touching + [contextlib.nullcontext] * (steps - touching)
+            return _measured(engine, forward, recording, trains, computes)
         finally:
             close(engine)
             checkpointing.reset()
@@ -153,8 +169,9 @@ def _measured(
     forward: Callable[[Engine], Tensor],
     recording: Recording | None,
     trains: Callable[[Engine], object] | None,
-    steps: int,
+    computes: Sequence[Callable[[], AbstractContextManager[None]]],
 ) -> StepCosts:
+    """Run a step in each of these contexts, and return what the last one took."""
     stats, device, disk = engine._context.memory_stats, engine._context.device, engine._context.disk
     live = LiveTensors(stats, device, recording)
     stats.changed = live.changed
@@ -168,18 +185,19 @@ def _measured(
     found: list[StepCosts] = []
     try:
         with kernels, naming_lines():
-            for _ in range(steps):
+            for computing in computes:
                 before = (live.to_host, live.to_device, *((disk.num_read, disk.num_written) if disk else (0, 0)))
                 if recording is not None:
                     recording.begin_step()
-                peaks = _step(engine, forward, live, trains)
+                with computing():
+                    peaks = _step(engine, forward, live, trains)
                 after = (live.to_host, live.to_device, *((disk.num_read, disk.num_written) if disk else (0, 0)))
                 names = ("to host", "to device", "disk read", "disk written")
                 copies = {name: b - a for name, a, b in zip(names, before, after, strict=True)}
                 found.append(_costs(engine, peaks, copies))
     finally:
         stats.changed = live.recording = None
-    if steps > FEWEST_STEPS and found[-1].rest != found[-2].rest:
+    if len(found) > FEWEST_STEPS and found[-1].rest != found[-2].rest:
         raise ShardwellError("memory still grew in the last simulated step: the plan would be too low")
     return found[-1]
 
@@ -348,6 +366,8 @@ def _costs(engine: Engine, peaks: _Peaks, copies: Numbers) -> StepCosts:
         {kind.value: number for kind, number in traffic.calls.items() if number},
         copies,
         engine.offload.kept,
+        tuple(sum(group.local_numel for group in unit.trainable) for unit in engine._scheduler.units),
+        engine.optimizer is not None and isinstance(engine.optimizer.executor, InlineExecutor),
     )
 
 
@@ -396,6 +416,11 @@ def naming_lines() -> Iterator[None]:
         own = torch.__file__.rsplit("/", 1)[0], shardwell.__file__.rsplit("/", 1)[0]
         frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(own)]
         where = f"{frames[-1].filename}:{frames[-1].lineno} ({frames[-1].line})" if frames else "the model"
+        if "SparseMeta" in str(error):
+            raise ShardwellError(
+                "a sparse gradient has as many rows as there are different values in the inputs, and a plan has sizes "
+                "only: plan the embedding with sparse=False, which needs at least as much."
+            ) from error
         if "expected device meta" in str(error):
             raise ShardwellError(
                 f"{where} uses a tensor that is on another device than the model: register it as a buffer, or make it "

@@ -8,21 +8,24 @@ else is named with the command to run.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from dataclasses import dataclass, field
+from math import log2
 from typing import Any
 
 from shardwell.config import load
 from shardwell.memory.machine import SimulatedMachine
 from shardwell.plan.estimate import fewest_blocks
-from shardwell.plan.forms import Forms, StructureClass, compare, make_forms
+from shardwell.plan.forms import Forms, StructureClass, compare, compare_all_blocks, make_forms
 from shardwell.plan.models import PlanModel
 from shardwell.plan.simulation import FEWEST_STEPS, BlockModel
 from shardwell.plan.terms import SEQUENCE, NoFormError, Point
 from shardwell.sharding.layout import TensorSpec, make_layout
 
+Place = tuple[int, int]  # nodes, and ranks of a node
+
 _CODECS = {"none": (False, False), "weights": (True, False), "both": (True, True)}
-_PLACES = (  # nodes and ranks of a node, from which the points of a class are chosen
+_NUM_POINTS = 3  # that forms are made from: ranks near those of the plan or, if none hold there, of these
+_PLACES = (  # nodes and ranks of a node
     (2, 4), (4, 2), (8, 4), (2, 8), (4, 8), (2, 2), (2, 3), (3, 2), (5, 3), (3, 5), (7, 3)
 )  # fmt: skip
 _NODES = tuple(2**power for power in range(8))
@@ -82,7 +85,7 @@ class WhatIf:
     ranks: list[tuple[int, int, bool]]  # nodes, ranks of a node, and whether the forms are for them
     forms: dict[Structure, Forms] = field(default_factory=dict)
     # nodes and ranks of a node at which the forms of a class were compared with a simulation, and hold
-    places: dict[Structure, list[tuple[int, int]]] = field(default_factory=dict)
+    places: dict[Structure, list[Place]] = field(default_factory=dict)
     refused: dict[Structure, str] = field(default_factory=dict)
 
 
@@ -115,24 +118,43 @@ class Asked:
                 f"some units of a single parameter can be divided evenly over {ranks.size} ranks, not all"
             )
         nodes = ranks.size // per_node
-        places = [one for one in _places(nodes) if _evenness(numels, one[0] * one[1]) == wanted][:3]
-        if len(places) < 3:
-            raise NoFormError("too few numbers of ranks divide the units of a single parameter as these ranks do")
+
+        def is_even(place: Place) -> bool:
+            return _evenness(numels, place[0] * place[1]) == wanted
+
         offered = [
-            (one, local, (one > 1) == (nodes > 1) and one * local > 1 and _evenness(numels, one * local) == wanted)
+            (one, local, (one > 1) == (nodes > 1) and one * local > 1 and is_even((one, local)))
             for one, local in _offered(nodes, per_node)
         ]
+        made_from = self._made_from(offered, [one for one in _places(nodes) if is_even(one)])
+        if not made_from:
+            raise NoFormError("too few numbers of ranks divide the units of a single parameter as these ranks do")
         found = WhatIf(self._begin(), block.layers, offered)
         for structure in dict.fromkeys((found.begin, *structures)):
             said(f"stage {structure.stage}, optimizer {structure.optimizer}, parameters {structure.parameters}, "
                  f"quantised {structure.codec}")  # fmt: skip
-            try:
-                forms = self._forms(structure, places, (nodes, per_node))
-                found.places[structure] = self._holding(structure, forms, (nodes, per_node), offered)
+            for places in made_from:
+                try:
+                    forms = self._forms(structure, places, (nodes, per_node), block.layers)
+                except NoFormError as error:
+                    found.refused[structure] = str(error)
+                    continue
+                found.refused.pop(structure, None)
+                possible = [(one, local) for one, local, is_in in offered if is_in]
+                found.places[structure] = self._holding(structure, forms, (nodes, per_node), possible, block.layers)
                 found.forms[structure] = forms
-            except NoFormError as error:
-                found.refused[structure] = str(error)
+                break
         return found
+
+    def _made_from(self, offered: list[tuple[int, int, bool]], others: list[Place]) -> list[list[Place]]:
+        """Return the ranks to make forms from: those near the plan, first fewer ones, whose shards are as large."""
+        size = self.machine.ranks.size
+        near = sorted(
+            (place for *place, is_in in offered if is_in),
+            key=lambda place: (place[0] * place[1] > size, abs(log2(place[0] * place[1] / size))),
+        )
+        both = others[:_NUM_POINTS], [(nodes, local) for nodes, local in near[:_NUM_POINTS]]
+        return [places for places in both if len(places) == _NUM_POINTS]
 
     def _begin(self) -> Structure:
         """Return the class of the plan itself, or that of its stage if its own is not among them."""
@@ -163,32 +185,44 @@ class Asked:
         return StructureClass(model, lambda _: config, fewest_blocks(config))
 
     def _single_parameters(self, point: Point) -> list[int]:
-        _, recording = self.structure_class(Structure(2)).run(point)
+        _, recording = self.structure_class(Structure(2)).run(point, FEWEST_STEPS, touching=1)
         return [numel for groups in recording.groups.values() for numel, parameters in groups if parameters == 1]
 
-    def _forms(self, structure: Structure, places: list[tuple[int, int]], ranks: tuple[int, int]) -> Forms:
+    def _forms(self, structure: Structure, places: list[Place], plan: Place, layers: int) -> Forms:
         """Return the forms of a class, compared at the plan's own ranks."""
         found = self.structure_class(structure)
         batch = self.config["train_micro_batch_size_per_gpu"]
-        return make_forms(found, places, [Point(*ranks, batch, self.sequence, found.first_depth + _AWAY)])
+        forms = make_forms(found, places, [])
+        point = Point(*plan, batch, self.sequence, found.first_depth + _AWAY)
+        compare_all_blocks(found, forms, point, compare(found, forms, point), layers)
+        return forms
 
     def _holding(
-        self, structure: Structure, forms: Forms, plan: tuple[int, int], offered: list[tuple[int, int, bool]]
-    ) -> list[tuple[int, int]]:
-        """Return the ranks that forms hold at: with others, more or fewer small shards may be updated at a time."""
-        simulated, held = self.structure_class(structure), [plan]  # where the forms were compared already
-        for place in (one[:2] for one in offered if one[2] and one[:2] != plan):
-            with suppress(NoFormError):
-                compare(simulated, forms, Point(*place, 2, self.sequence, simulated.first_depth), FEWEST_STEPS)
+        self, structure: Structure, forms: Forms, plan: Place, offered: list[Place], layers: int
+    ) -> list[Place]:
+        """Return the ranks that forms hold at: with others, more or fewer small shards may be updated at a time.
+
+        They were compared at those of the plan. Beyond ranks at which they do not hold none are tried.
+        """
+        found, held = self.structure_class(structure), [plan]
+        at = offered.index(plan)
+        for direction in (offered[at + 1 :], offered[:at][::-1]):
+            for place in direction:
+                point = Point(*place, 2, self.sequence, found.first_depth)
+                try:
+                    costs = compare(found, forms, point, FEWEST_STEPS, touching=1)
+                    compare_all_blocks(found, forms, point, costs, layers)
+                except NoFormError:
+                    break
                 held.append(place)
-        return held
+        return sorted(held)
 
 
-def _places(nodes: int) -> Iterator[tuple[int, int]]:
+def _places(nodes: int) -> Iterator[Place]:
     yield from _PLACES if nodes > 1 else ((1, count) for count in (2, 4, 8, 3, 5, 6, 7))
 
 
-def _offered(nodes: int, per_node: int) -> list[tuple[int, int]]:
+def _offered(nodes: int, per_node: int) -> list[Place]:
     """Return the nodes and ranks of a node that the page offers."""
     if nodes == 1:
         return [*((1, count) for count in sorted({*_LOCAL, per_node})), (2, per_node)]
