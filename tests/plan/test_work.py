@@ -168,7 +168,7 @@ def test_the_first_number_of_ranks_that_fits_is_found_by_bisection(monkeypatch: 
     assert change is not None
     assert change[0].words.startswith("32 GPUs")
     assert change[1].fits
-    assert found["simulations"] <= 12
+    assert found["simulations"] <= 15  # of them three with all blocks, whose small shards are stepped together
 
 
 def test_the_refusal_of_a_change_does_not_end_the_search() -> None:

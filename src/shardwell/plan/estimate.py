@@ -43,7 +43,7 @@ from shardwell.plan.simulation import (
 )
 from shardwell.plan.stages import of_stages
 from shardwell.plan.step_time import StepTime, extrapolated, simulate_time
-from shardwell.plan.update_chunks import UpdateChunks, with_exact_step, without_step
+from shardwell.plan.update_chunks import UpdateChunks, may_be_highest, with_exact_step, without_step
 
 _FEWEST = 4  # blocks: fewer have no block that computes while two others are all-gathered ahead of it
 _FEWEST_BELOW = 9  # blocks: with state on host or disk all staging buffers are in use
@@ -206,7 +206,7 @@ def _of_blocks(
         if verified or found[0].kept == found[1].kept:
             whole = _extrapolated(found[0], found[1], depths, model.layers)
             whole = replace(whole, largest_unit=found[-1].largest_unit)
-            if not is_plain:
+            if not is_plain and (verified or may_be_highest(whole)):
                 at = functools.partial(_touched_at, model, config, machine, loss)
                 whole = with_exact_step(whole, chunks, model.layers, at)
             same = f"{depths[0]}, {depths[1]} and {depths[2]} of {model.layers} identical blocks were simulated"

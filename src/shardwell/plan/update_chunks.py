@@ -63,6 +63,12 @@ def without_step(costs: StepCosts) -> StepCosts:
     return replace(costs, peaks={**costs.peaks, STEP: 0}, at_peak={})
 
 
+def may_be_highest(costs: StepCosts) -> bool:
+    """Return whether the peak of the step, which few blocks do not tell well, is near the device's highest."""
+    highest = costs.peaks[f"{highest_moment(costs.peaks)} {Tier.DEVICE.value}"]
+    return 2 * costs.peaks[STEP] > highest
+
+
 def with_exact_step(whole: StepCosts, chunks: UpdateChunks, layers: int, at: Callable[[int], StepCosts]) -> StepCosts:
     """Return costs with the peak of the step that all blocks have; `at` simulates some of them."""
     found = [at(depth) for depth in chunks.depths(layers)]
