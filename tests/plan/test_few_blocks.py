@@ -49,12 +49,17 @@ def test_small_parameters_of_few_blocks_are_shared_as_those_of_all(
     model, machine = decoder("few", sizes, 1, 32, recomputes=True), SimulatedMachine(ranks=SimulatedRanks(0, ranks, 8))
     few = estimate(model, config, machine)
     depths = "9, 10 and 11" if zero is ON_HOST else "4, 5 and 6"
-    assert f"{depths} of {sizes.layers} identical blocks were simulated" in few.notes
+    note = next(
+        one for one in few.notes if one.startswith(f"{depths} of {sizes.layers} identical blocks were simulated")
+    )
     whole, _ = _run(model.build(sizes.layers), config, machine, model.inputs, None)
     for name in ("num_parameters", "rest", "traffic", "calls", "copies"):
         assert getattr(few.costs, name) == getattr(whole, name), name
-    for moment in ("forward", "backward", "step"):
+    for moment in ("forward", "backward", *(() if "in the step alone" in note else ("step",))):
         assert abs(few.costs.peaks[f"{moment} device"] - whole.peaks[f"{moment} device"]) <= _ROUNDED
+    if "in the step alone" in note:
+        highest = max(whole.peaks[f"{moment} device"] for moment in ("forward", "backward"))
+        assert few.costs.peaks["step device"] <= whole.peaks["step device"] + _ROUNDED < highest
 
 
 @pytest.mark.parametrize("together", [2, 9])

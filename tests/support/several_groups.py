@@ -80,7 +80,7 @@ def train(kind: str, stage: int, *, apart: bool, **block: Any) -> dict[str, Any]
     for step in range(STEPS):
         before = tokens.num_announced
         with engine.record() as trace, counter:
-            if step < STEPS - 1:
+            if step == STEPS - 1:
                 counter.calls.clear()
                 counter.received.clear()
             for micro in range(engine.gradient_accumulation_steps()):

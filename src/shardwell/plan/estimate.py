@@ -206,10 +206,12 @@ def _of_blocks(
         if verified or found[0].kept == found[1].kept:
             whole = _extrapolated(found[0], found[1], depths, model.layers)
             whole = replace(whole, largest_unit=found[-1].largest_unit)
-            if not is_plain and (verified or may_be_highest(whole)):
+            same = f"{depths[0]}, {depths[1]} and {depths[2]} of {model.layers} identical blocks were simulated"
+            if not is_plain and may_be_highest(whole):
                 at = functools.partial(_touched_at, model, config, machine, loss)
                 whole = with_exact_step(whole, chunks, model.layers, at)
-            same = f"{depths[0]}, {depths[1]} and {depths[2]} of {model.layers} identical blocks were simulated"
+            elif not is_plain:
+                same += "; the device's peak in the step alone, less than half of its highest, may be somewhat higher"
             return whole, [*runs[-1][1], *([same] if verified else [])]
     return _at(model, model.layers, config, machine, loss)
 
