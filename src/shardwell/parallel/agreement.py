@@ -21,6 +21,7 @@ import time
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache
 from typing import Any, NoReturn
 
 import torch
@@ -46,6 +47,20 @@ _ADVICE = (
     "(zero_optimization.leaf_module)."
 )
 _TIME_LIMIT = 60.0  # seconds, until the configuration is read
+_MOST_TOKENS = 1 << 14  # with sizes, that are cached
+
+
+@lru_cache(_MOST_TOKENS)
+def with_size(token: str, numel: int, dtype: torch.dtype) -> str:
+    """Return a token with the size and dtype of its tensor."""
+    return f"{token} ({numel:,} x {str(dtype).removeprefix('torch.')})"
+
+
+@lru_cache(_MOST_TOKENS)
+def with_each_size(token: str, sizes: tuple[tuple[int, torch.dtype], ...]) -> str:
+    """Return a token with the sizes and dtypes of several tensors."""
+    each = [f"{numel:,} x {str(dtype).removeprefix('torch.')}" for numel, dtype in sizes]
+    return f"{token} ({' + '.join(each)})"
 
 
 class TokenTable:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,7 +24,7 @@ from torch import Tensor
 from shardwell.kernels.quantize import Codec
 from shardwell.memory import Device, TemporaryBuffers
 from shardwell.parallel import quantized
-from shardwell.parallel.agreement import Agreement
+from shardwell.parallel.agreement import Agreement, with_each_size, with_size
 from shardwell.parallel.hierarchical import HierarchicalTransport
 from shardwell.parallel.links import InFlight, Links
 from shardwell.parallel.mesh import RankGroup, close_groups
@@ -45,20 +45,6 @@ from shardwell.parallel.transport import (
 )
 
 MANY_RANKS = 64  # from which on ranks compare tokens by collectives: one process holds the store, and serves them all
-_MOST_TOKENS = 1 << 14  # with sizes, that are cached
-
-
-@lru_cache(_MOST_TOKENS)
-def _with_size(token: str, numel: int, dtype: torch.dtype) -> str:
-    """Return a token with the size and dtype of its tensor."""
-    return f"{token} ({numel:,} x {str(dtype).removeprefix('torch.')})"
-
-
-@lru_cache(_MOST_TOKENS)
-def _with_each_size(token: str, sizes: tuple[tuple[int, torch.dtype], ...]) -> str:
-    """Return a token with the sizes and dtypes of several tensors."""
-    each = [f"{numel:,} x {str(dtype).removeprefix('torch.')}" for numel, dtype in sizes]
-    return f"{token} ({' + '.join(each)})"
 
 
 @dataclass(frozen=True)
@@ -296,7 +282,7 @@ class Collectives:
         num_issuing = self.rank_group.size * (1 if replicas is None else replicas.rank_group.size)
         if agreement is None or num_issuing != agreement.size:
             return token
-        return _with_each_size(token, tuple([(flat.numel(), flat.dtype) for flat in flats]))
+        return with_each_size(token, tuple([(flat.numel(), flat.dtype) for flat in flats]))
 
     def count_all_reduce(self, flat: Tensor, numel: int, kind: TrafficKind) -> None:
         """Count the all-reduce of `numel` sums of `flat`: a reduce-scatter and an all-gather, in fp32 at least."""
@@ -410,7 +396,7 @@ class Collectives:
             size, replicas = self.rank_group.size, self.replicate
             num_issuing = size if replicas is None else size * replicas.rank_group.size
             if tensor is not None and num_issuing == agreement.size:
-                token = _with_size(token, tensor.numel(), tensor.dtype)
+                token = with_size(token, tensor.numel(), tensor.dtype)
             if agreement.failures.error is not None or not agreement.tokens.follow(token):
                 agreement.announce(token)
         if received.num_hops:

@@ -23,7 +23,7 @@ Keep = Callable[[Tensor], None]  # is passed the quantised shards of all ranks, 
 
 
 class Gathers(Protocol):
-    """What all-gathers the bytes of all ranks."""
+    """An object that all-gathers the bytes of all ranks."""
 
     def all_gather(self, flat: Tensor) -> Work: ...
 

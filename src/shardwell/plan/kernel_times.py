@@ -29,7 +29,7 @@ _MOVING = ("cat", "stack", "clone", "_to_copy")  # beside those that compute eac
 
 
 class KernelClock(Protocol):
-    """What takes the kernels of a simulation: a `VirtualClock`, or a `KernelCount`."""
+    """An object that takes the kernels of a simulation: a `VirtualClock`, or a `KernelCount`."""
 
     def kernel(
         self,

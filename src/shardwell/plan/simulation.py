@@ -146,7 +146,8 @@ def simulate(
         checkpointing.reset()  # what it knows of another machine
         engine = shardwell.initialize(model=model, config=config, mesh=grid).engine  # type: ignore[arg-type]
         try:
-            touched = model.touched if isinstance(model, Decoder) else contextlib.nullcontext
+            wants_attention = engine._teardown.sequences is not None
+            touched = model.touched if isinstance(model, Decoder) and not wants_attention else contextlib.nullcontext
             computes = [touched] * touching + [contextlib.nullcontext] * (steps - touching)
             return _measured(engine, forward, recording, trains, computes)
         finally:
