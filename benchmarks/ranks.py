@@ -1,21 +1,27 @@
 """Several NCCL ranks on one GPU, each a host of its own to NCCL, which talk through sockets over loopback.
 
     python -m benchmarks.ranks [--ranks 2,4] [--size base,narrow] [--only NAME,...] [--rounds 2] [--json PATH]
+    python -m benchmarks.ranks --together ... all contenders in the same processes, in turns: most of the time is steps
+    python -m benchmarks.ranks --tuned ...    once more with several sockets and threads for each pair of ranks
     python -m benchmarks.ranks --floor ...    plain collectives of the same sizes, on one and on two communicators
     python -m benchmarks.ranks --lanes ...    what ran on the device in one step, for benchmarks.link_picture
 
 bf16 compute, fused AdamW, clipping at 1.0, activation checkpointing per block. The link has about the rate of 10 to 25
 Gbit Ethernet, and the ranks share the GPU, so the time of a step is that of the link and of all ranks' compute
-together. Each contender runs in processes of its own, once a round, rounds interleaved. The seconds of a step are those
-of the slowest rank.
+together. Each contender runs in processes of its own, once a round, rounds interleaved; with ``--together`` all of them
+live in the same processes, one at a time. The seconds of a step are those of the slowest rank.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import json
 import os
 import statistics
+import tempfile
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -27,6 +33,8 @@ from benchmarks.launch import RunFailedError, run_ranks
 from benchmarks.measure import circumstances, command_line, keep, told
 
 GIB = 2**30
+LAST_TURN = 60.0  # seconds that the turn of the last contender may take beyond the limit
+TUNED = {"NCCL_SOCKET_NTHREADS": "4", "NCCL_NSOCKS_PERTHREAD": "4"}
 
 
 def measure_all(size: str, ranks: int, args: argparse.Namespace, console: Console) -> dict[str, Any]:
@@ -35,14 +43,52 @@ def measure_all(size: str, ranks: int, args: argparse.Namespace, console: Consol
     spec["each"] = False  # a loop that reads its losses, and waits for nothing else
     names = args.only.split(",") if args.only else [one.name for one in RANK_CONTENDERS]
     chosen = [by_name(RANK_CONTENDERS, name) for name in names]
+    missing = {one.name: one.missing() for one in chosen}
+    if args.together:
+        return measure_together(spec, missing, ranks, args)
 
     def measure(name: str) -> dict[str, Any]:
-        found = run_ranks("benchmarks.gpu_worker", {**spec, "contender": name}, ranks, args.limit, args.device)
-        slowest = max(found, key=lambda figures: figures["seconds"])
-        peaks = [figures["peak_allocated"] or 0 for figures in found]
-        return {"seconds": slowest["seconds"], "peak_allocated": max(peaks), "ranks": found}
+        return of_slowest(
+            run_ranks("benchmarks.gpu_worker", {**spec, "contender": name}, ranks, args.limit, args.device)
+        )
 
-    return interleave({one.name: one.missing() for one in chosen}, args.rounds, measure, console)
+    return interleave(missing, args.rounds, measure, console)
+
+
+def of_slowest(found: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Return the figures of all ranks, with the seconds of the slowest and the highest peak."""
+    peaks = [figures["peak_allocated"] or 0 for figures in found]
+    seconds = max(figures["seconds"] for figures in found)
+    return {"seconds": seconds, "peak_allocated": max(peaks), "ranks": list(found)}
+
+
+def measure_together(
+    spec: dict[str, Any], missing: dict[str, str | None], ranks: int, args: argparse.Namespace
+) -> dict[str, Any]:
+    """Return what `interleave` does, of contenders that take turns in the same processes."""
+    raw: dict[str, Any] = {name: {"rounds": [], "error": reason} for name, reason in missing.items()}
+    names = [name for name, reason in missing.items() if reason is None]
+    spec = {**spec, "contenders": names, "rounds": args.rounds, "seconds": args.limit}
+    with tempfile.TemporaryDirectory(prefix="shardwell-bench-") as kept:
+        ended = None
+        try:
+            limit = args.limit + LAST_TURN
+            run_ranks("benchmarks.ranks_worker", {**spec, "kept": kept}, ranks, limit, args.device)
+        except RunFailedError as failure:
+            ended = str(failure)
+        of_ranks: list[dict[str, Any]] = []
+        for rank in range(ranks):
+            with contextlib.suppress(FileNotFoundError):
+                of_ranks.append(json.loads(Path(kept, f"{rank}.json").read_text()))
+    for name in names if len(of_ranks) == ranks else ():
+        entries = [found[name] for found in of_ranks]
+        raw[name]["rounds"] = [of_slowest(turn) for turn in zip(*(one["rounds"] for one in entries), strict=False)]
+        errors = [one["error"] for one in entries if one["error"]]
+        raw[name]["error"] = min(errors, key=lambda words: "another rank" in words, default=None)
+    for name in names:
+        if not raw[name]["rounds"] and not raw[name]["error"]:
+            raw[name]["error"] = ended or f"not measured: {args.limit:.0f} s were over"
+    return raw
 
 
 def measure_floor(size: str, ranks: int, args: argparse.Namespace) -> dict[str, Any]:
@@ -115,7 +161,9 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--only", default="", help="names of contenders, with commas")
-    parser.add_argument("--limit", type=float, default=120.0, help="seconds after which a run has failed")
+    parser.add_argument("--limit", type=float, default=120.0, help="seconds after which a run has failed; of all turns")
+    parser.add_argument("--together", action="store_true", help="all contenders in the same processes, in turns")
+    parser.add_argument("--tuned", action="store_true", help="measure with tuned sockets, too")
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument("--floor", action="store_true", help="measure plain collectives of the same sizes, too")
     parser.add_argument("--lanes", action="store_true", help="measure nothing, and keep what ran in one step")
@@ -123,29 +171,40 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
+def measure_one(size: str, ranks: int, title: str, args: argparse.Namespace, console: Console) -> dict[str, Any]:
+    """Measure one size at one number of ranks, print the table, and return the raw figures."""
+    raw = measure_all(size, ranks, args, console)
+    found: dict[str, Any] = {"summary": summarise(raw), "raw": raw}
+    if args.floor:
+        floor = found["floor"] = measure_floor(size, ranks, args)
+        words = f"floor: {floor['1']:.4f} s on one communicator, {floor['2']:.4f} s on two"
+        words += f" ({floor['collectives']} collectives), {floor['compute']:.4f} s of compute by all ranks"
+        console.print(f"{words}, so {floor['least']:.4f} s", highlight=False)
+    console.print(ranks_table(found["summary"], title))
+    for name, entry in raw.items():
+        if entry["error"]:
+            console.print(f"{name}: {entry['error']}", markup=False, highlight=False)
+    return found
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure, print tables, and keep the raw figures."""
     args, console = parse(argv), Console()
     report: dict[str, Any] = {**circumstances(command_line("ranks", argv), args.device), "sizes": {}}
     report["sockets"] = {name: value for name, value in os.environ.items() if name.startswith("NCCL_")}
-    for size in args.size.split(","):
-        for ranks in (int(count) for count in args.ranks.split(",")):
-            if args.lanes:
-                report.setdefault("lanes", {})[f"{size} x {ranks}"] = measure_lanes(size, ranks, args, console)
-                continue
-            raw = measure_all(size, ranks, args, console)
-            summary = summarise(raw)
-            report["sizes"][f"{size} x {ranks}"] = {"summary": summary, "raw": raw}
-            if args.floor:
-                floor = report["sizes"][f"{size} x {ranks}"]["floor"] = measure_floor(size, ranks, args)
-                words = f"floor: {floor['1']:.4f} s on one communicator, {floor['2']:.4f} s on two"
-                words += f" ({floor['collectives']} collectives), {floor['compute']:.4f} s of compute by all ranks"
-                console.print(f"{words}, so {floor['least']:.4f} s", highlight=False)
-            console.print(ranks_table(summary, f"{size}, {ranks} ranks on one {args.device}"))
-            for name, entry in raw.items():
-                if entry["error"]:
-                    console.print(f"{name}: {entry['error']}", markup=False, highlight=False)
-            keep(report, "ranks", args.json)  # a run that is cut off leaves what it had
+    for tuned in (False, True) if args.tuned else (False,):
+        if tuned:
+            os.environ.update(TUNED)
+            report["tuned_sockets"] = TUNED
+        for size in args.size.split(","):
+            for ranks in (int(count) for count in args.ranks.split(",")):
+                name = f"{size} x {ranks}{', tuned sockets' if tuned else ''}"
+                if args.lanes:
+                    report.setdefault("lanes", {})[name] = measure_lanes(size, ranks, args, console)
+                    continue
+                title = f"{size}, {ranks} ranks on one {args.device}{', tuned sockets' if tuned else ''}"
+                report["sizes"][name] = measure_one(size, ranks, title, args, console)
+                keep(report, "ranks", args.json)  # a run that is cut off leaves what it had
     console.print(told(report), highlight=False)
     if path := keep(report, "ranks", args.json):
         console.print(f"raw results: {path}", highlight=False)
