@@ -114,7 +114,7 @@ def test_speeds_are_measured_on_all_paths_at_once(engine: str, tmp_path: Path) -
         ({"queue_depth": 0}, "queue_depth: found 0, expected 1 to 4096"),
         ({"intra_op_parallelism": 65}, "intra_op_parallelism: found 65, expected 1 to 64"),
         ({"engine": "aio"}, f"engine: found 'aio', expected auto, {', '.join(ENGINES)}"),
-        ({"patience": 0}, "patience: found 0"),
+        ({"stall_timeout": 0}, "stall_timeout: found 0"),
     ],
 )
 def test_settings_out_of_range_are_refused(change: dict[str, Any], message: str) -> None:

@@ -214,7 +214,7 @@ def test_a_directory_that_vanishes_does_not_matter(tmp_path: Path) -> None:
 def test_a_drive_that_stops_answering_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     queue = Stuck()
     monkeypatch.setattr(disk, "open_queue", lambda *_: queue)
-    tier = DiskTier([tmp_path], settings(patience=0.1))
+    tier = DiskTier([tmp_path], settings(stall_timeout=0.1))
     extent, memory = tier.allocate(BLOCK), aligned(BLOCK)
     alive = weakref.ref(memory)
     transfer = tier.write(extent, 0, memory)
@@ -238,7 +238,7 @@ def test_a_slot_that_a_drive_may_still_write_to_is_not_used_again(
 ) -> None:
     queue = Stuck()
     monkeypatch.setattr(disk, "open_queue", lambda *_: queue)
-    with DiskTier([tmp_path], settings(patience=0.1)) as tier:
+    with DiskTier([tmp_path], settings(stall_timeout=0.1)) as tier:
         pages = ReadBuffers(tier, AlignedAllocator(Device("cpu"), MemoryStats()), 2)
         page = SwappedShard(pages, SwappedTensors(tier, MemoryStats(), "unit"))
         queue.is_done = True
@@ -278,7 +278,7 @@ def test_waiting_can_be_interrupted(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     before = signal.signal(signal.SIGALRM, alarm)
     monkeypatch.setattr(disk, "open_queue", lambda *_: Stuck())
     try:
-        tier = DiskTier([tmp_path], settings(patience=0.5))
+        tier = DiskTier([tmp_path], settings(stall_timeout=0.5))
         transfer = tier.write(tier.allocate(BLOCK), 0, aligned(BLOCK))
         signal.setitimer(signal.ITIMER_REAL, 0.1)
         with pytest.raises(TimeoutError):

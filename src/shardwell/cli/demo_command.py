@@ -78,12 +78,12 @@ def _compare_stages(
         events.touch()
         job = DemoJob(chosen, steps, _ROWS, _LEARNING_RATE, bf16, trace, str(events))
         results = _train(job.to_json(), chosen, steps, ranks, events, console)
-    verdict = compare(results, bf16)
-    _show(console, results, verdict, ranks, bf16, trace)
+    comparison = compare(results, bf16)
+    _show(console, results, comparison, ranks, bf16, trace)
     out.mkdir(parents=True, exist_ok=True)
-    save_json(out / "demo.json", results, verdict, ranks=ranks, steps=steps, bf16=bf16)
+    save_json(out / "demo.json", results, comparison, ranks=ranks, steps=steps, bf16=bf16)
     console.print(f"{_draw(out / 'demo.png', results, ranks, bf16)}   numbers: {out / 'demo.json'}")
-    if not verdict.agrees:
+    if not comparison.agrees:
         raise typer.Exit(1)
 
 
@@ -161,7 +161,7 @@ def _listening(path: Path, take: Callable[[dict[str, Any]], None]) -> Iterator[N
 
 
 def _show(
-    console: Console, results: list[StageResult], verdict: StageComparison, ranks: int, bf16: bool, trace: bool
+    console: Console, results: list[StageResult], comparison: StageComparison, ranks: int, bf16: bool, trace: bool
 ) -> None:
     if trace:
         for result in results:
@@ -171,4 +171,4 @@ def _show(
         console.print(f"at the start, rank 0 says of stage {results[-1].stage}:")
         console.print(Text("".join(f"  - {line}\n" for line in results[-1].startup.splitlines())))
     console.print(results_table(results, ranks, bf16))
-    console.print(loss_line(results, verdict))
+    console.print(loss_line(results, comparison))

@@ -128,21 +128,21 @@ def _deviation(found: float, wanted: float) -> Text:
     return Text(f"{percent:+.2f} %", "green" if abs(percent) < 0.5 else "yellow" if abs(percent) < 5 else "red")
 
 
-def loss_line(results: list[StageResult], verdict: StageComparison) -> Text:
+def loss_line(results: list[StageResult], comparison: StageComparison) -> Text:
     first = results[0]
-    word = ("pass", "bold green") if verdict.agrees else ("FAIL", "bold red")
+    word = ("pass", "bold green") if comparison.agrees else ("FAIL", "bold red")
     others = ", ".join(str(result.stage) for result in results[1:])
     fell = f"loss {first.losses[0]:.3f} → {first.losses[-1]:.3f} in {len(first.losses)} steps; "
     if not others:
         return Text(fell + "one stage, nothing to compare")
     compared = (
-        f"from stage {first.stage} to stage {others} the loss differs by at most {verdict.loss_difference:.1e}, "
-        f"the gradient norm by {verdict.norm_difference:.1e} of itself (tolerance {verdict.tolerance:.0e}): "
+        f"from stage {first.stage} to stage {others} the loss differs by at most {comparison.loss_difference:.1e}, "
+        f"the gradient norm by {comparison.norm_difference:.1e} of itself (tolerance {comparison.tolerance:.0e}): "
     )
     return Text.assemble(fell, compared, word)
 
 
-def save_json(path: Path, results: list[StageResult], verdict: StageComparison, **settings: Any) -> None:
+def save_json(path: Path, results: list[StageResult], comparison: StageComparison, **settings: Any) -> None:
     import torch
 
     stages = []
@@ -154,7 +154,7 @@ def save_json(path: Path, results: list[StageResult], verdict: StageComparison, 
         "command": " ".join(["shardwell", *sys.argv[1:]]),
         "versions": versions,
         **settings,
-        "verdict": asdict(verdict),
+        "verdict": asdict(comparison),
         "stages": stages,
     }
     path.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")

@@ -262,7 +262,7 @@ class DiskTier:
                 IoPart(offset, address + at, length, self._files[lane].descriptor, lane)
                 for lane, offset, at, length in extent.places(start, size)
             ]
-            about = is_write, parts, self.paths, self.settings.patience
+            about = is_write, parts, self.paths, self.settings.stall_timeout
             transfer = DiskTransfer(
                 self._queue.submit(is_write, parts, urgent=urgent), extent, memory, about, self.tell
             )

@@ -51,7 +51,7 @@ class AioSettings:
     single_submit: bool = False  # io_uring: one system call for each block, not for as many as there are
     overlap_events: bool = True  # io_uring: submit a block for each one that ends; else all in flight end first
     engine: str = "auto"  # or one of ENGINES
-    patience: float = 300.0  # seconds without the end of any block, until that is an error
+    stall_timeout: float = 300.0  # seconds without the end of any block, until that is an error
 
     def __post_init__(self) -> None:
         if self.block_size % SECTOR or not SECTOR <= self.block_size <= _LARGEST_BLOCK:
@@ -63,8 +63,8 @@ class AioSettings:
                 raise ShardwellError(f"{name}: found {getattr(self, name)}, expected 1 to {most}")
         if self.engine not in ("auto", *ENGINES):
             raise ShardwellError(f"engine: found '{self.engine}', expected auto, {', '.join(ENGINES)}")
-        if self.patience <= 0:
-            raise ShardwellError(f"patience: found {self.patience}, expected seconds, more than 0")
+        if self.stall_timeout <= 0:
+            raise ShardwellError(f"stall_timeout: found {self.stall_timeout}, expected seconds, more than 0")
 
 
 @dataclass(frozen=True)
@@ -156,16 +156,16 @@ def open_queue(engine: str, num_paths: int, settings: AioSettings) -> IoQueue:
         ) from error
 
 
-def settle(request: IoRequest, patience: float) -> IoOutcome:
-    """Return how a request ended, or its state once the queue has made no progress for `patience` seconds."""
+def settle(request: IoRequest, stall_timeout: float) -> IoOutcome:
+    """Return how a request ended, or its state once the queue has made no progress for `stall_timeout` seconds."""
     outcome = request.wait(0)
     moved = time.monotonic()
     while not outcome.is_done:
         before = outcome.completed
-        outcome = request.wait(min(_TICK, int(1000 * patience) + 1))
+        outcome = request.wait(min(_TICK, int(1000 * stall_timeout) + 1))
         if outcome.completed != before:
             moved = time.monotonic()
-        elif not outcome.is_done and time.monotonic() - moved >= patience:
+        elif not outcome.is_done and time.monotonic() - moved >= stall_timeout:
             break
     return outcome
 
@@ -266,24 +266,26 @@ def _time(engine: str, job: Job, files: Sequence[DiskFile], settings: AioSetting
     queue = open_queue(engine, len(files), settings)
     begin = time.perf_counter()
     requests = {is_write: queue.submit(is_write, parts) for is_write, parts in job.items()}
-    outcomes = {is_write: settle(request, settings.patience) for is_write, request in requests.items()}
+    outcomes = {is_write: settle(request, settings.stall_timeout) for is_write, request in requests.items()}
     seconds = time.perf_counter() - begin
     if all(outcome.is_done for outcome in outcomes.values()):  # else threads hang in the system, and so would close()
         queue.close()
     for is_write, outcome in outcomes.items():
-        check(outcome, is_write, job[is_write], [file.path for file in files], settings.patience)
+        check(outcome, is_write, job[is_write], [file.path for file in files], settings.stall_timeout)
     return seconds
 
 
-def check(outcome: IoOutcome, is_write: bool, parts: Sequence[IoPart], paths: Sequence[Path], patience: float) -> None:
+def check(
+    outcome: IoOutcome, is_write: bool, parts: Sequence[IoPart], paths: Sequence[Path], stall_timeout: float
+) -> None:
     """Raise if a request did not end successfully."""
     verb = "writing" if is_write else "reading"
     if not outcome.is_done:
         where = ", ".join(str(paths[lane]) for lane in sorted({part.lane for part in parts}))
         size = human(sum(part.size for part in parts))
         raise ShardwellError(
-            f"{where}: {verb} {size} has not ended, and nothing else did for {patience:g} s; look for the drive in "
-            "the kernel's log (dmesg), and use another path"
+            f"{where}: {verb} {size} has not ended, and nothing else did for {stall_timeout:g} s; look for the drive "
+            "in the kernel's log (dmesg), and use another path"
         )
     if outcome.error:
         part = parts[outcome.part]
