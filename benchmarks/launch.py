@@ -1,11 +1,14 @@
 """Start the ranks of measurements as fresh processes, bring their figures back, and never hang.
 
-Knows processes, ports and time limits; it does not know what is measured.
+Knows processes, ports and time limits; it does not know what is measured. With `PRELOADED=1` in the environment ranks
+are forked from a process that has imported torch (`tests/support/preloaded.py`), so that time on a lent machine is not
+spent on imports; a device is initialised by each rank itself.
 """
 
 from __future__ import annotations
 
 import contextlib
+import importlib
 import json
 import os
 import random
@@ -109,6 +112,8 @@ def run_ranks(
     The log of rank 0 is kept in ``log`` where one is given.
     """
     port = free_port()
+    if os.environ.get("PRELOADED"):
+        importlib.import_module("tests.support.preloaded").install()
     with tempfile.TemporaryDirectory(prefix="shardwell-bench-") as folder:
         command = [sys.executable, "-m", module, json.dumps({**spec, "folder": folder})]
         logs = [Path(folder, f"{rank}.log") for rank in range(ranks)]
