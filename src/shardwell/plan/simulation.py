@@ -58,6 +58,7 @@ class StepCosts:
     kept: tuple[str, ...] = ()  # units whose optimizer state stays on the device although it is offloaded
     updated: tuple[int, ...] = ()  # the elements of each unit that a rank steps
     updates_on_device: bool = False  # all of them
+    bundle: int = 1  # the most blocks that are one unit: fewer do not tell of all
 
 
 @dataclass(frozen=True)
@@ -91,6 +92,7 @@ def along(one: StepCosts, other: StepCosts, number: Callable[[int, int], int]) -
         numbers(one.calls, other.calls),
         numbers(one.copies, other.copies),
         one.kept if one.kept == other.kept else ("",) * max(len(one.kept), len(other.kept)),
+        bundle=max(one.bundle, other.bundle),
     )
 
 
@@ -369,7 +371,16 @@ def _costs(engine: Engine, peaks: _Peaks, copies: Numbers) -> StepCosts:
         engine.offload.kept,
         tuple(sum(group.local_numel for group in unit.trainable) for unit in engine._scheduler.units),
         engine.optimizer is not None and isinstance(engine.optimizer.executor, InlineExecutor),
+        _bundle(engine),
     )
+
+
+def _bundle(engine: Engine) -> int:
+    """Return the most blocks that are one unit; as many as there are places, if the root unit has all of them."""
+    units = engine._scheduler.units
+    if len(units) == 1:
+        return max((len(one) for one in engine.module.modules() if isinstance(one, nn.ModuleList)), default=1)
+    return max((len(unit.spec.modules) for unit in units), default=1)
 
 
 _NONZERO = "how many elements are chosen by a mask, or are not zero, depends on values"
