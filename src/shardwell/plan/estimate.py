@@ -110,7 +110,8 @@ def estimate(
             )
         if num_stages(settings) > 1:
             raise ShardwellError(
-                "a pipeline is planned of a BlockModel, which says what its blocks give on; this is a module"
+                "a pipeline is planned of a preset, a configuration of Hugging Face or a BlockModel, which say what "
+                "blocks give on, and this is a module: plan it without --pp (pipeline.stages)"
             )
         costs, notes = _run(on_meta(model), settings, machine, inputs, loss)
         time = None if machine.speeds is None else _time(on_meta(model), settings, machine, inputs, loss)
