@@ -163,6 +163,21 @@ def test_a_number_beyond_any_model_is_refused(tmp_path: Path, name: str, value: 
             "        return self.rows(x).sum()\nbuild = Model",
             "plan the embedding with sparse=False",
         ),
+        (
+            "import torch\nbuild = lambda: (torch.nn.LazyLinear(4), torch.ones(2, 4))",
+            "the parameter 'weight' has no size yet",
+        ),
+        (
+            "import torch\nbuild = lambda: (torch.nn.Linear(4, 4), {1: torch.ones(2, 4)})",
+            "returned inputs by [1], expected the names of arguments",
+        ),
+        ("import sys\nbuild = lambda: sys.exit(0)", "raised SystemExit: 0"),
+        (
+            "import torch\nclass Model(torch.nn.Linear):\n    def forward(self, x):\n"
+            "        return super().forward(x)[: x.unique().numel()].sum()\n"
+            "build = lambda: (Model(4, 4), torch.ones(2, 4))",
+            "how many elements are chosen by a mask, are not zero or differ from each other depends on values",
+        ),
         ("def build(:", "raised SyntaxError when it was imported: invalid syntax"),
         ("import torch\nbuild = lambda: (torch.nn.Linear(4, 4), 'tokens')", "returned a str as the inputs"),
         (
@@ -206,6 +221,8 @@ def test_a_module_of_this_folder_is_found_and_what_it_raises_is_one_sentence(
         ({"hidden_size": None}, "has no hidden_size"),
         ({"hidden_size": -1}, "expected a whole number"),
         ({"model_type": "alien"}, "model_type is 'alien'"),
+        ({"sliding_window": -5}, "sliding_window is -5, expected a whole number"),
+        ({"sliding_window": "wide"}, "sliding_window is 'wide', expected a whole number"),
         ({"num_local_experts": 8}, "a model of experts of which model_type is"),
         ({"num_attention_heads": 5}, "cannot be divided into 5 heads"),
     ],
@@ -280,6 +297,30 @@ def test_blocks_that_are_null_are_absent_and_numbers_may_be_text(tmp_path: Path)
     where.write_text(json.dumps({"train_micro_batch_size_per_gpu": True}))
     code, said = planned(str(tmp_path), "--config", str(where))
     assert (code, "expected a whole number, found true" in said) == (2, True)
+
+
+@pytest.mark.slow
+def test_what_is_auto_in_the_batch_is_left_to_the_search(tmp_path: Path) -> None:
+    file = tmp_path / "zero.json"
+    batch = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+    file.write_text(json.dumps(dict.fromkeys(batch, "auto")))
+    arguments = str(written(tmp_path)), "--gpus", "2", "--seq", "32", "--config", str(file)
+    assert [planned(*arguments, *more)[0] for more in ((), ("--auto",))] == [0, 0]
+
+
+def test_what_every_plan_is_refused_for_is_said(tmp_path: Path) -> None:
+    code, text = planned(str(written(tmp_path)), "--auto", "--tp", "4", "--gpus", "4", "--seq", "32")
+    assert code == 2
+    assert text == "tensor_parallel.autotp_size: ranks cannot share 2 heads evenly; use a divisor of it"
+
+
+def test_layers_that_a_plan_of_the_user_does_not_cut_alike_are_told(tmp_path: Path) -> None:
+    file = tmp_path / "zero.json"
+    file.write_text(json.dumps({"tensor_parallel": {"autotp_size": 2, "plan": {"blocks.*.query": "colwise"}}}))
+    code, text = planned(str(written(tmp_path)), "--gpus", "2", "--seq", "32", "--config", str(file))
+    assert code == 2
+    assert text.startswith("tensor_parallel.plan: layers that are cut by it do not fit together: ")
+    assert "\n" not in text
 
 
 def test_a_batch_of_all_ranks_that_is_asked_for_is_planned(tmp_path: Path) -> None:

@@ -39,11 +39,17 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [  # what a file says beside the si
     ("llama", {"vocab_size": 50257, "rope_scaling": {"rope_type": "linear", "factor": 2.0}}),
     ("gemma2", {"tie_word_embeddings": False, "sliding_window": 16}),
     ("qwen2", {"sliding_window": 16, "use_sliding_window": True}),
+    # fields that other classes read, and these do not
+    ("mistral", {"attention_bias": True, "mlp_bias": True, "qkv_bias": True}),
+    ("qwen2", {"attention_bias": True, "mlp_bias": True, "qkv_bias": False}),
+    ("qwen3", {"mlp_bias": True, "qkv_bias": True}),
+    ("gemma2", {"mlp_bias": True, "n_inner": 80}),
 ]
 PLAIN: list[dict[str, Any]] = [  # with other names for the same sizes
     {"model_type": "gpt2", "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 32, "vocab_size": 1000},
     {"model_type": "gpt2", "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 32, "vocab_size": 99, "n_inner": 96},
     {"model_type": "bloom", "hidden_size": 64, "n_layer": 2, "n_head": 4, "vocab_size": 1000},
+    {"model_type": "bloom", "n_embed": 64, "n_layer": 2, "n_head": 4, "vocab_size": 1000},
     {key: SIZES[key] for key in SIZES if key not in ("head_dim", "num_key_value_heads")} | {"model_type": "gpt_neox"},
     {
         **{key: SIZES[key] for key in ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")},
@@ -97,6 +103,15 @@ def test_what_a_file_leaves_out_is_what_its_class_has(kind: str, without: str, t
 
 
 @pytest.mark.parametrize("fields", PLAIN, ids=lambda fields: fields["model_type"])
+def test_fields_of_other_classes_change_nothing_of_gpts(fields: dict[str, Any], tmp_path: Path) -> None:
+    own = {"gpt2": "n_inner", "opt": "ffn_dim", "gpt_neox": "intermediate_size"}.get(fields["model_type"])
+    others = {"head_dim": 32, "num_key_value_heads": 1, "intermediate_size": 80, "n_inner": 80, "ffn_dim": 80}
+    others = {name: size for name, size in others.items() if name != own}
+    (tmp_path / "config.json").write_text(json.dumps({**fields, **others}))
+    compare(tmp_path)
+
+
+@pytest.mark.parametrize("fields", PLAIN, ids=lambda fields: fields["model_type"])
 def test_a_decoder_in_gpts_form_has_the_parameters_of_the_model(fields: dict[str, Any], tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(fields))
     compare(tmp_path)
@@ -131,6 +146,12 @@ def test_what_a_plan_does_not_count_of_a_configuration_is_said(tmp_path: Path) -
     report = model.report(CONFIG, SimulatedMachine(80e9, ranks=SimulatedRanks(0, 4, 4)), 64, True)
     assert any("sliding_window" in one for one in report.assumptions)
     assert any("quantization_config is not counted" in one for one in report.assumptions)
+
+
+def test_a_class_that_predicts_no_tokens_is_said(tmp_path: Path) -> None:
+    _, _, assumed = sizes_of(written("llama", tmp_path, architectures=["LlamaForSequenceClassification"]))
+    assert any("though its class is LlamaForSequenceClassification" in one for one in assumed)
+    assert sizes_of(written("llama", tmp_path, architectures=["LlamaForCausalLM"]))[2] == ()
 
 
 def test_models_that_normalise_after_attention_are_planned_and_what_cannot_be_cut_is_refused(tmp_path: Path) -> None:

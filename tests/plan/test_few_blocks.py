@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -85,3 +86,23 @@ def test_the_peak_of_a_step_is_that_of_the_blocks_that_are_stepped_together(
     assert few.costs.rest == whole.rest
     assert abs(few.costs.peaks["step device"] - whole.peaks["step device"]) <= _ROUNDED
     assert abs(few.costs.at_moments["step"]["gradients"] - whole.at_moments["step"]["gradients"]) <= _ROUNDED
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("together", "verified"), [(13, True), (13, False), (3, False), (2, True)])
+def test_blocks_that_are_one_unit_stay_together(together: int, verified: bool) -> None:
+    """With few blocks a bundle has few of them, and all numbers would be on a line that ends with the first bundle."""
+    sizes = replace(GATED, layers=35)
+    numel = sum(one.numel() for one in decoder("", GATED, 1, 32, recomputes=True).build(1).blocks.parameters())
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
+        "zero_optimization": {"stage": 3},
+        "shardwell": {"bundle_size": together * numel},
+    }
+    model, machine = decoder("few", sizes, 1, 32, recomputes=True), SimulatedMachine(ranks=SimulatedRanks(0, 8, 8))
+    few = estimate(model, config, machine, verified=verified).costs
+    whole, _ = _run(model.build(sizes.layers), config, machine, model.inputs, None)
+    for name in ("rest", "traffic", "calls", "copies", "largest_unit"):
+        assert getattr(few, name) == getattr(whole, name), name
+    assert all(abs(few.peaks[key] - size) <= _ROUNDED for key, size in whole.peaks.items())

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from shardwell.optim import param_slices
 from shardwell.plan import SimulatedMachine, SimulatedRanks, estimate
 from shardwell.plan import stages as stages_module
 from shardwell.plan.decoder import DecoderSizes
@@ -15,7 +16,7 @@ from shardwell.plan.devices import gpu, speeds_of
 from shardwell.plan.models import decoder
 from shardwell.plan.pipe_time import time_of_pipe
 from shardwell.plan.pipes import Pipe, StagePart
-from shardwell.plan.simulation import BlockModel, are_alike
+from shardwell.plan.simulation import BlockModel, StepCosts, are_alike
 from shardwell.plan.step_time import BUBBLE, StepTime
 
 # A vocabulary of few tokens: the first and the last stage hardly compute longer than those between.
@@ -99,3 +100,35 @@ def test_a_batch_of_all_ranks_says_how_many_micro_batches_a_pipeline_has() -> No
     assert report.time.samples == 8
     assert report.time.tokens == 8 * 256
     assert any("a step has 8 micro-batches" in note for note in report.notes)
+
+
+def of_worst(pipe: Pipe, *, verified: bool) -> tuple[StepCosts, StepCosts, str]:
+    """Return a plan of a pipeline, the same stage simulated whole, and the plan's first note."""
+    found, notes = stages_module.of_stages(pipe, is_below=False, verified=verified)
+    rank = int(notes[0].split("rank of stage ")[1].split(",")[0])
+    return found, stages_module._folded(stages_module._of_whole(pipe, rank)), notes[0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("together", "verified"), [(2, True), (8, True), (5, False)])
+def test_the_step_of_a_stage_has_the_peak_of_the_blocks_that_are_stepped_together(
+    together: int, verified: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes = replace(SIZES, layers=36)
+    numel = sum(one.numel() for one in model(sizes).build(1).blocks.parameters())
+    monkeypatch.setattr(param_slices, "_CHUNK", (together - 1) * numel // 4 + 1)
+    short = decoder("short", sizes, 1, 8, recomputes=True)  # states have the peak, and not activations
+    settings = {**config(3, 5), "shardwell": {"bundle_size": 0}}
+    few, whole, note = of_worst(Pipe.of(short, settings, replace(machine(12), speeds=None)), verified=verified)
+    assert "few blocks" in note
+    assert few.rest == whole.rest
+    assert abs(few.peaks["step device"] - whole.peaks["step device"]) <= 4096
+    assert abs(few.at_moments["step"]["gradients"] - whole.at_moments["step"]["gradients"]) <= 4096
+
+
+@pytest.mark.parametrize("verified", [True, False])
+def test_stages_whose_blocks_are_one_unit_are_simulated_whole(verified: bool) -> None:
+    """Small blocks of a stage are bundled at stages 0 and 1, and few of them are another bundle."""
+    short = decoder("short", replace(SIZES, layers=36), 1, 8, recomputes=True)
+    few, whole, _ = of_worst(Pipe.of(short, config(3, 5), replace(machine(12), speeds=None)), verified=verified)
+    assert few == whole

@@ -6,14 +6,17 @@ shards, flat buffers and staging themselves, and for faults that are put where u
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import shardwell
 from shardwell.checkpoint import Folder
 from shardwell.memory import Device, TemporaryBuffers
 from shardwell.offload.disk import DiskTier
+from shardwell.offload.grad_offload import GradientOffloader
+from shardwell.offload.param_swap import ReadBuffers
 from shardwell.offload.staging import StagingPool
 from shardwell.optim.param_access import ParamAccess
 from shardwell.parallel import Collectives, MeshRoles
@@ -91,20 +94,46 @@ def handed_out(buffers: TemporaryBuffers) -> dict[int, Any]:
     return buffers._out
 
 
-def staging_pools(engine: shardwell.Engine) -> list[tuple[int, int]]:
-    """Return of each pool of an engine's staging buffers the bytes of a buffer, and how many were allocated."""
+def staging_pools(engine: shardwell.Engine) -> list[tuple[int, bool, int]]:
+    """Return of each pool of an engine's staging buffers the bytes of a buffer, whether one thread takes them and gives
+    them back, and how many were allocated.
+    """
+    pools = [one for one in _objects_in(engine) if isinstance(one, StagingPool)]
+    return sorted((pool._num_bytes, pool._in_order, pool._num_made) for pool in pools)
+
+
+def wait_as_if_slow(engine: shardwell.Engine) -> None:
+    """Let nothing in an engine's memory depend on time that a simulation counts otherwise.
+
+    Parameters are read ahead as far as with a slow drive. A backward goes on when gradients of a micro-step are added
+    to their sums in host memory: those of a GPU are free once they are copied, and those of CPU ranks once they are
+    added, by a thread.
+    """
+
+    def adds(accumulate: Callable[[Unit], None], offloader: GradientOffloader, unit: Unit) -> None:
+        accumulate(unit)
+        for ticket in list(offloader._adding.values()):
+            ticket.wait()
+
+    for one in list(_objects_in(engine)):
+        if isinstance(one, ReadBuffers):
+            one.pace._is_simulated = True
+        if isinstance(one, GradientOffloader):
+            one.accumulate = partial(adds, one.accumulate, one)  # type: ignore[method-assign]
+
+
+def _objects_in(engine: shardwell.Engine) -> Iterator[Any]:
+    """Yield the objects of shardwell that an engine's optimizer, context and scheduler hold."""
     todo: list[Any] = [engine.optimizer.executor, engine._context, engine._scheduler]
     seen: set[int] = set()
-    pools: list[StagingPool] = []
     while todo:
         one = todo.pop()
         if isinstance(one, list | tuple | dict):
             todo += one.values() if isinstance(one, dict) else one
         elif type(one).__module__.startswith("shardwell.") and id(one) not in seen:
             seen.add(id(one))
-            pools += [one] if isinstance(one, StagingPool) else []
+            yield one
             todo += vars(one).values() if hasattr(one, "__dict__") else []
-    return sorted((pool._num_bytes, pool._num_made) for pool in pools)
 
 
 def autocast_of(engine: shardwell.Engine) -> Any:

@@ -274,6 +274,8 @@ def _auto(search: Search) -> _Shown:
     found = search.run()
     if found.best is not None:
         return _Shown(found.best.report, str(found), found.as_dict(), found.best.kind.way.recomputes)
+    if found.refusal is not None:
+        raise ConfigError(found.refusal)
     config = {**search.base, "zero_optimization": {"stage": 3}, _MICRO: search.micro_batch or 1}
     first = PlanChoice("", config, search.machine, search.recomputes is not False)
     change = FittingChange(search.model, search.sequence).smallest(first)
@@ -323,7 +325,7 @@ def _checked(given: dict[str, Any]) -> dict[str, Any]:
 
     found = without_nulls(given)
     load({key: value for key, value in found.items() if key not in _BATCH})
-    return {key: _as_number(key, value) for key, value in found.items()}
+    return {key: _as_number(key, value) for key, value in found.items() if key not in _BATCH or value != "auto"}
 
 
 def _as_number(key: str, value: Any) -> Any:

@@ -20,13 +20,13 @@ def unit_specs(model: nn.Module, settings: Config) -> list[UnitSpec]:
     leaf = zero.leaf_module
     specs = wrap_model(model, LeafRules(leaf.classes, leaf.names, leaf.name_suffixes))
     blocks = current_machine().blocks
-    if _is_one_unit(specs, settings):
+    if _is_one_unit(specs, settings, blocks):
         return [UnitSpec("", model, [pair for one in specs for pair in one.parameters])]
     specs = gather_in_root(model, specs, persistent_in(specs, zero), blocks)
     return bundle_neighbours(model, specs, _largest_bundle(specs, settings, blocks))
 
 
-def _is_one_unit(specs: list[UnitSpec], settings: Config) -> bool:
+def _is_one_unit(specs: list[UnitSpec], settings: Config, blocks: SimulatedBlocks | None) -> bool:
     """Return whether a pipeline stage, which is reduced and published once a step, is no larger than a bundle.
 
     A rank with several stages has a boundary for each of them.
@@ -34,7 +34,8 @@ def _is_one_unit(specs: list[UnitSpec], settings: Config) -> bool:
     pipeline, most = settings.pipeline, settings.shardwell.bundle_size
     if pipeline.stages == 1 or pipeline.chunks > 1 or settings.zero_optimization.stage > 1 or isinstance(most, str):
         return False
-    return sum(one.numel for one in specs) <= most and not any(one.is_user_unit or one.is_tile for one in specs)
+    total = numel_of((pair for one in specs for pair in one.parameters), blocks)
+    return total <= most and not any(one.is_user_unit or one.is_tile for one in specs)
 
 
 def _largest_bundle(specs: list[UnitSpec], settings: Config, blocks: SimulatedBlocks | None) -> int:

@@ -69,10 +69,11 @@ class ReadAheadDepth:
 class ReadBuffers:
     """The slots of an engine. All but one of them may hold shards that were read ahead."""
 
-    def __init__(self, tier: DiskTier, memory: AlignedAllocator, num_slots: int) -> None:
+    def __init__(self, tier: DiskTier, memory: AlignedAllocator, num_slots: int, *, in_order: bool = False) -> None:
+        """Make no slots yet. They are given back `in_order` if nothing copies them ahead, once their read has ended."""
         self.tier = tier
         self._most_ahead = max(1, num_slots - 1)
-        self.slots = StagingPool(memory, self._most_ahead + 1, 0)
+        self.slots = StagingPool(memory, self._most_ahead + 1, 0, in_order=in_order)
         self.num_ahead = 0  # shards that were read ahead and not used yet
         self.pace = ReadAheadDepth(self._most_ahead, is_simulated=tier.is_simulated)
 

@@ -58,10 +58,11 @@ class StagingPool:
 
     One thread takes buffers; any thread may give them back. How many are allocated depends on time; a simulation, in
     which nothing takes time, allocates the most that can be: as many as are held when a step begins and taken in it.
+    Where the thread that takes buffers gives them back, too, `in_order`, as many are held at a time in any run.
     """
 
-    def __init__(self, pinned: PinnedAllocator, num: int, num_bytes: int) -> None:
-        self._pinned, self._unmade, self._num_bytes = pinned, num, num_bytes
+    def __init__(self, pinned: PinnedAllocator, num: int, num_bytes: int, *, in_order: bool = False) -> None:
+        self._pinned, self._unmade, self._num_bytes, self._in_order = pinned, num, num_bytes, in_order
         self._num_made = self._most_in_use = 0
         self._step = -1  # of a simulation: the step that `_most_in_use` is of
         self._free: queue.SimpleQueue[tuple[Tensor, Waitable]] = queue.SimpleQueue()
@@ -88,7 +89,7 @@ class StagingPool:
 
     def _may_all_be_in_use(self) -> bool:
         """Return whether, in a simulation, a run may find no buffer free that was allocated before."""
-        if (step := self._pinned.simulated_step) is None:
+        if self._in_order or (step := self._pinned.simulated_step) is None:
             return False
         if step != self._step:
             self._step, self._most_in_use = step, self._num_made - self._free.qsize()

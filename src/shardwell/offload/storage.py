@@ -42,7 +42,12 @@ class OffloadTiers:
         """Allocate pinned buffers that parameters on disk are read into, on first use."""
         assert self.disk is not None
         pinned = AlignedAllocator(self.device, self.stats, pinned=self.device.has_device_memory)
-        self.read_buffers = ReadBuffers(self.disk, pinned, num_buffers)
+        self.read_buffers = ReadBuffers(self.disk, pinned, num_buffers, in_order=not self.copies_ahead)
+
+    @property
+    def copies_ahead(self) -> bool:
+        """Whether parameters are copied to the device for the all-gather after the next one: one rank has none."""
+        return self.device.has_device_memory and self.num_ranks > 1
 
     def wrap(self, form: FormStorage, name: str, unit: str, masters: Tier) -> TieredStorage:
         """Return the storage of a form whose parameters or `masters` are stored below the device."""
@@ -70,7 +75,7 @@ class TieredStorage:
         self._name, self._unit, self._tiers = name, unit, tiers
         self.wrapped = form
         tier, disk = form.part.tier, tiers.disk
-        self.can_prefetch_to_device = tier is not Tier.DEVICE and tiers.device.has_device_memory and tiers.num_ranks > 1
+        self.can_prefetch_to_device = tier is not Tier.DEVICE and tiers.copies_ahead
         # a prefetched copy of the parameters on the device, and the event of its arrival
         self._on_device: tuple[Tensor, Event] | None = None
         self.swapped_shard: SwappedShard | None = None  # the parameters, if they are stored on disk

@@ -85,7 +85,7 @@ def read_calibration(path: Path) -> Calibration:
     found = read(path)[2]
     if found.get("format") != FORMAT:
         raise ConfigError(f'{path}: is no file of `shardwell calibrate`: expected "format": "{FORMAT}"')
-    if found.get("version") != VERSION:
+    if found.get("version") != VERSION or isinstance(found["version"], bool):
         raise ConfigError(f"{path}: has version {_shown(found.get('version'))}, expected {VERSION}; measure again")
     figures = found.get("figures")
     if not isinstance(figures, dict) or not figures:

@@ -46,6 +46,9 @@ class Dropped:
     why: str
 
 
+REFUSED = " refuses it: "  # between who does and why
+
+
 @dataclass(frozen=True)
 class AutoPlan:
     """The fastest plan that fits, if one does, those that come next, and what was dropped."""
@@ -59,6 +62,13 @@ class AutoPlan:
     def best(self) -> Candidate | None:
         """The fastest plan; None if nothing fits."""
         return self.plans[0] if self.plans else None
+
+    @property
+    def refusal(self) -> str | None:
+        """The reason, if one alone let every plan be refused, whatever memory there is."""
+        reasons = {one.why for one in self.dropped if one.kind.is_plain}
+        refused = {why.partition(REFUSED)[2] for why in reasons if REFUSED in why}
+        return refused.pop() if not self.plans and len(reasons) == len(refused) == 1 else None
 
     def config(self) -> dict[str, Any]:
         """Return the configuration of the fastest plan, without keys that have their defaults."""

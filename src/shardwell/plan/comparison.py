@@ -183,7 +183,7 @@ def _counted(
         stats = engine._context.memory_stats
         try:
             fuse_updates(engine)
-            with FusedKernels(engine._precision.autocast, has_gpus=machine.has_gpus), naming_lines():
+            with FusedKernels(engine._precision.autocast, has_gpus=machine.has_gpus), naming_lines(settings):
                 for _ in range(_STEPS):
                     stats.reset_peak()
                     for _ in range(engine.gradient_accumulation_steps()):

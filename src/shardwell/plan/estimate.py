@@ -2,8 +2,8 @@
 
 A model of identical blocks is simulated at three small depths. If the third is what the first two predict, in every
 number but for the allocator's rounding, so is any depth: all of the engine's bytes are a constant and an amount for
-each block. Otherwise all blocks are simulated. The third has a step more than the others, which must take what theirs
-took. Nothing here depends on the number of ranks.
+each unit, which is a block, or several of them that are bundled. Otherwise all blocks are simulated. The third has a
+step more than the others, which must take what theirs took. Nothing here depends on the number of ranks.
 """
 
 from __future__ import annotations
@@ -95,12 +95,12 @@ def estimate(
             pipe = Pipe.of(model, settings, machine)
             costs, notes = of_stages(pipe, is_below=_is_below(settings), verified=verified)
             if machine.speeds is not None:
-                time, more = time_of_pipe(pipe, verified=verified)
+                time, more = time_of_pipe(pipe, verified=verified, whole=costs.bundle > 1)
                 notes = [*notes, *more]
         else:
             costs, notes = _of_blocks(model, settings, machine, loss, verified)
             if machine.speeds is not None:
-                time = _time_of_blocks(model, settings, machine, loss, verified, len(costs.kept))
+                time = _time_of_blocks(model, settings, machine, loss, verified, costs)
         name, inputs = model.name, model.inputs
     else:
         if inputs is None:
@@ -110,7 +110,8 @@ def estimate(
             )
         if num_stages(settings) > 1:
             raise ShardwellError(
-                "a pipeline is planned of a BlockModel, which says what its blocks give on; this is a module"
+                "a pipeline is planned of a preset, a configuration of Hugging Face or a BlockModel, which say what "
+                "blocks give on, and this is a module: plan it without --pp (pipeline.stages)"
             )
         costs, notes = _run(on_meta(model), settings, machine, inputs, loss)
         time = None if machine.speeds is None else _time(on_meta(model), settings, machine, inputs, loss)
@@ -183,13 +184,16 @@ def _of_blocks(
             'zero_optimization.stage "auto" is chosen from the memory of all blocks, and a plan simulates few: name a '
             "stage, or let shardwell plan --auto choose"
         )
-    fewest, num_kept, tries = fewest_blocks(config), 0, 0
+    fewest, num_kept, tries, bundle = fewest_blocks(config), 0, 0, 1
     while tries < _MOST_TRIES:  # with more blocks the peak may be at another moment
         first = num_kept + (tries + 1) * fewest
-        depths = (first, first + 1, first + 2)
+        depths = tuple((first + more) * bundle + model.layers % bundle for more in range(3))
         if sum(depths) >= model.layers:
             break
-        runs = [_at(model, first, config, machine, loss, FEWEST_STEPS)]
+        runs = [_at(model, depths[0], config, machine, loss, FEWEST_STEPS)]
+        if runs[0][0].bundle > bundle:  # there may be more in it, if it has all blocks
+            bundle = runs[0][0].bundle
+            continue
         if len(runs[0][0].kept) > num_kept:  # beside units that are kept on the device there must be as many others
             num_kept = len(runs[0][0].kept)
             continue
@@ -198,8 +202,8 @@ def _of_blocks(
         if verified:  # with a step more, which is compared
             runs.append(_at(model, depths[2], config, machine, loss))
         found = [costs for costs, _ in runs]
-        chunks = UpdateChunks(first, found[0].updated, found[1].updated)
-        is_plain = not found[0].updates_on_device or chunks.is_plain(model.layers)
+        chunks, units = UpdateChunks(first, found[0].updated, found[1].updated), model.layers // bundle
+        is_plain = not found[0].updates_on_device or chunks.is_plain(units)
         alike = found if is_plain else [without_step(one) for one in found]
         if verified and not are_alike(_extrapolated(alike[0], alike[1], depths, depths[2]), alike[2]):
             continue
@@ -208,8 +212,8 @@ def _of_blocks(
             whole = replace(whole, largest_unit=found[-1].largest_unit)
             same = f"{depths[0]}, {depths[1]} and {depths[2]} of {model.layers} identical blocks were simulated"
             if not is_plain and may_be_highest(whole):
-                at = functools.partial(_touched_at, model, config, machine, loss)
-                whole = with_exact_step(whole, chunks, model.layers, at)
+                at = functools.partial(_touched_at, model, config, machine, loss, bundle)
+                whole = with_exact_step(whole, chunks, units, at)
             elif not is_plain:
                 same += "; the device's peak in the step alone, less than half of its highest, may be somewhat higher"
             return whole, [*runs[-1][1], *([same] if verified else [])]
@@ -245,25 +249,25 @@ def _time_of_blocks(
     machine: SimulatedMachine,
     loss: Callable[[Any], Tensor] | None,
     verified: bool,
-    num_kept: int = 0,
+    costs: StepCosts,
 ) -> StepTime:
     """Simulate few blocks with virtual time; all of them if no three depths agree.
 
     Below the device blocks go through a few buffers in turns: depths that leave the same one for the last are compared.
-    With few blocks a queue may not be full yet, so that a few depths more are looked at before all. `num_kept` units
-    more are on the device, with few blocks as with all.
+    With few blocks a queue may not be full yet, so that a few depths more are looked at before all. As many units more
+    are on the device as all blocks have there. Blocks that are one unit stay together.
     """
-    fewest, apart = (_FEWEST_BELOW + num_kept, _num_buffers(config)) if _is_below(config) else (_FEWEST, 1)
+    fewest, apart = (_FEWEST_BELOW + len(costs.kept), _num_buffers(config)) if _is_below(config) else (_FEWEST, 1)
     found: list[StepTime] = []
     for number in range(_MOST_DEPTHS if verified else 2):
-        depth = fewest + number * apart
+        depth = (fewest + number * apart) * costs.bundle + model.layers % costs.bundle
         if 2 * depth >= model.layers:
             break
         found.append(_timed_at(model, depth, config, machine, loss))
         if number == 1 and not verified:
-            return _from_depths(found[0], found[1], depth, apart, model.layers)
+            return _from_depths(found[0], found[1], depth, apart * costs.bundle, model.layers)
         if number > 1 and _lies_between(found[-3], found[-1], found[-2], _NEAR * apart):
-            return _from_depths(found[-3], found[-1], depth, 2 * apart, model.layers)
+            return _from_depths(found[-3], found[-1], depth, 2 * apart * costs.bundle, model.layers)
     return _timed_at(model, model.layers, config, machine, loss)
 
 
@@ -335,9 +339,15 @@ def _at(
 
 
 def _touched_at(
-    model: BlockModel, config: Any, machine: SimulatedMachine, loss: Callable[[Any], Tensor] | None, depth: int
+    model: BlockModel,
+    config: Any,
+    machine: SimulatedMachine,
+    loss: Callable[[Any], Tensor] | None,
+    bundle: int,
+    units: int,
 ) -> StepCosts:
     """Simulate some of the blocks, which compute nothing: all but the peaks of forward and backward is as always."""
+    depth = units * bundle + model.layers % bundle
     part = _with_blocks(machine, depth, model.layers)
     return _run(model.build(depth), config, part, model.inputs, loss, FEWEST_STEPS, touching=FEWEST_STEPS)[0]
 

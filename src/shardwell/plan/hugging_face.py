@@ -35,6 +35,19 @@ _FLAGS = (
     *("tie_word_embeddings", "attention_bias", "mlp_bias", "qkv_bias", "enable_bias", "do_layer_norm_before"),
     *("layer_norm_elementwise_affine", "_remove_final_layer_norm", "add_cross_attention", "use_sliding_window"),
 )
+_READ_BY = {  # fields that only some classes read: the others have the same number of parameters with them
+    "attention_bias": ("llama", "qwen3", "qwen3_moe", "olmo2", "granite", "smollm3", "gpt_neox", *_GEMMAS),
+    "mlp_bias": ("llama", "granite", "smollm3"),
+    "qkv_bias": ("qwen2_moe",),
+    "head_dim": (*_GATED, *_MIXTURES),
+    "num_key_value_heads": (*_GATED, *_MIXTURES),
+    "intermediate_size": (*_GATED, *_MIXTURES, "gpt_neox"),
+    "n_inner": ("gpt2",),
+    "ffn_dim": ("opt",),
+    "n_embed": ("bloom",),
+    "use_sliding_window": ("qwen2", "qwen3", "qwen2_moe", "qwen3_moe"),
+}
+_LAST_WORDS = ("ForCausalLM", "LMHeadModel")  # of classes whose output layer has the size of the vocabulary
 _SHARED_MLP = "shared_expert_intermediate_size"
 
 
@@ -45,14 +58,19 @@ def sizes_of_file(path: Path) -> tuple[DecoderSizes, tuple[str, ...]]:
     known = (*_MIXTURES, *(() if any(found.get(name) for name in _EXPERTS) else (*_GATED, *_PLAIN)))
     if kind not in known:
         raise ConfigError(_unknown(path, found, known))
+    _check_flags(found, path)
+    found = {name: value for name, value in found.items() if kind in _READ_BY.get(name, (kind,))}
+    if found.get("n_embed") is not None:  # an older name, which comes first
+        found["hidden_size"] = found["n_embed"]
+    mlp = tuple(name for name in _MLP if kind in _READ_BY[name])
     sizes = {size: _number(found, path, names, needed=True) for size, names in _NAMES.items()}
-    sizes["mlp"] = 0 if kind in _MIXTURES else _number(found, path, _MLP, needed=kind not in _FOUR_TIMES)
+    sizes["mlp"] = 0 if kind in _MIXTURES else _number(found, path, mlp, needed=kind not in _FOUR_TIMES)
     is_said = kind in _AS_HEADS or any(name in found for name in _KV_HEADS)  # null: as many as heads
     sizes["kv_heads"] = _number(found, path, _KV_HEADS, needed=not is_said)
     sizes["head_dim"] = _number(found, path, ("head_dim",), needed=False) or _HEAD_DIMS.get(kind, 0)
     sizes |= _mixture(found, path) if kind in _MIXTURES else {}
-    _check_flags(found, path)
     _check_form(found, path)
+    _number(found, path, ("sliding_window",), needed=False)
     has_bias, is_gated = bool(found.get("attention_bias")), kind in (*_GATED, *_MIXTURES)
     return DecoderSizes(
         **sizes,
@@ -115,6 +133,9 @@ def _assumed(found: dict[str, Any]) -> list[str]:
     """Return what a configuration says that a plan does not count."""
     words, window = [], found.get("sliding_window")
     uses_window = found.get("use_sliding_window", not str(found["model_type"]).startswith("qwen"))
+    classes = found.get("architectures")
+    if isinstance(classes, list) and classes and not any(str(one).endswith(_LAST_WORDS) for one in classes):
+        words.append(f"it predicts tokens, with an output layer for the vocabulary, though its class is {classes[0]}")
     if isinstance(window, int) and uses_window:
         words.append(f"attention looks at all tokens before one, and not at {window:,} of them (sliding_window)")
     if found.get("attn_logit_softcapping"):
@@ -169,4 +190,4 @@ def _most(name: str) -> int:
     """Return the largest number that a plan takes, with which the elements of a tensor still have 64 bits."""
     if name in _NAMES["layers"] or name in _EXPERTS:
         return 1 << 14
-    return 1 << (31 if name in (*_NAMES["vocabulary"], *_POSITIONS) else 22)
+    return 1 << (31 if name in (*_NAMES["vocabulary"], *_POSITIONS, "sliding_window") else 22)

@@ -173,7 +173,7 @@ def from_function(place: str) -> tuple[nn.Module, Any]:
             made = function()
     except ShardwellError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         words = " ".join(str(error).split()).rstrip("!")
         meta = " (functions are called on the meta device, where tensors have no values)" if "meta" in words else ""
         raise ConfigError(f"{place}: raised {type(error).__name__}: {words}{meta}") from error
@@ -186,6 +186,8 @@ def from_function(place: str) -> tuple[nn.Module, Any]:
             f"{place}: returned a {type(inputs).__name__} as the inputs of its module, expected a tuple or a "
             "dictionary of tensors"
         )
+    if isinstance(inputs, dict) and not all(isinstance(key, str) for key in inputs):
+        raise ConfigError(f"{place}: returned inputs by {list(inputs)}, expected the names of arguments of its module")
     if next(model.parameters(), None) is None:
         raise ConfigError(f"{place}: returned a {type(model).__name__} without parameters, of which there is no plan")
     return model, inputs

@@ -17,7 +17,7 @@ from shardwell.errors import ConfigError
 from shardwell.memory import Tier
 from shardwell.memory.machine import SimulatedMachine
 from shardwell.memory.statistics import human
-from shardwell.plan.candidates import Candidate, Dropped
+from shardwell.plan.candidates import REFUSED, Candidate, Dropped
 from shardwell.plan.report import PlanReport
 from shardwell.plan.speed import PlanSpeed, matmul_rate, passes_of_token, ranks_of_batch, tokens_of_rows
 from shardwell.plan.structure import ACCUMULATION, MICRO, TRAIN, PlanClass
@@ -93,7 +93,7 @@ class PipeSearch:
             try:
                 shapes = self._shapes(kind)
             except ConfigError as error:
-                self._drop(kind, f"the configuration refuses it: {error}")
+                self._drop(kind, f"the configuration{REFUSED}{error}")
                 continue
             bound = self._bound(kind, shapes[0][1])
             if limit and bound >= limit:
@@ -110,7 +110,7 @@ class PipeSearch:
             try:
                 found = self.plan(kind, self._config(kind, rows, number), False)
             except ConfigError as error:  # of what only an engine knows, such as its axes
-                why = f"the engine refuses it: {error}"
+                why = f"the engine{REFUSED}{error}"
                 break
             if found.fits:
                 return found

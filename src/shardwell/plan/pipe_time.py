@@ -129,8 +129,8 @@ def _noting_the_end(timed: TimedEngine) -> list[float]:
     return ends
 
 
-def _of_ranks(pipe: Pipe, verified: bool) -> list[RankTimes]:
-    """Return the times of all ranks of a pipeline."""
+def _of_ranks(pipe: Pipe, verified: bool, whole: bool) -> list[RankTimes]:
+    """Return the times of all ranks of a pipeline; where stages are simulated `whole`, of all their blocks."""
     known: dict[tuple[int, int], RankTimes] = {}
 
     def simulated(rank: int, blocks: int) -> RankTimes:
@@ -142,7 +142,7 @@ def _of_ranks(pipe: Pipe, verified: bool) -> list[RankTimes]:
 
     def times(rank: int) -> RankTimes:
         blocks, fewest = pipe.num_blocks(rank), fewest_blocks(pipe)
-        if blocks <= fewest + 2:
+        if whole or blocks <= fewest + 2:
             return simulated(like(pipe, rank), blocks)
         one, other = (simulated(like(pipe, rank), number) for number in (fewest, fewest + 1))
         if verified and not one.towards(other, 2).is_near(simulated(like(pipe, rank), fewest + 2)):
@@ -152,8 +152,8 @@ def _of_ranks(pipe: Pipe, verified: bool) -> list[RankTimes]:
     if pipe.schedule.num_chunks > 1:
         number = min(pipe.num_ranks, pipe.num_micro_batches)
         ends = sorted({0, min(1, pipe.num_ranks - 1), pipe.num_ranks - 1})
-        whole = {rank: _measured(pipe.whole(rank, number), pipe.num_ranks) for rank in ends}
-        return [whole[like(pipe, rank)] for rank in range(pipe.num_ranks)]
+        found = {rank: _measured(pipe.whole(rank, number), pipe.num_ranks) for rank in ends}
+        return [found[like(pipe, rank)] for rank in range(pipe.num_ranks)]
     return [times(rank) for rank in range(pipe.num_ranks)]
 
 
@@ -212,9 +212,12 @@ class _PipeTimes:
         return one.stage // schedule.num_ranks, one.kind, _place_of(one, schedule.last_gradients)
 
 
-def time_of_pipe(pipe: Pipe, *, verified: bool = True) -> tuple[StepTime, list[str]]:
-    """Return the time of a step, as the rank sees it that works longest, and which rank that is."""
-    times = _PipeTimes(pipe, _of_ranks(pipe, verified))
+def time_of_pipe(pipe: Pipe, *, verified: bool = True, whole: bool = False) -> tuple[StepTime, list[str]]:
+    """Return the time of a step, as the rank sees it that works longest, and which rank that is.
+
+    Stages of which few blocks do not tell of all are simulated `whole`.
+    """
+    times = _PipeTimes(pipe, _of_ranks(pipe, verified, whole))
     found, lists = simulate(pipe.schedule, times), pipe.schedule.ranks
     ends = [found.spans[ones[-1]][1] for ones in lists]
     updated = max(end + one.drain.seconds for end, one in zip(ends, times.ranks, strict=True))

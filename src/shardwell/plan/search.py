@@ -23,7 +23,7 @@ from shardwell.memory import Tier
 from shardwell.memory.machine import SimulatedMachine
 from shardwell.memory.statistics import human
 from shardwell.plan.axes import ranks_along
-from shardwell.plan.candidates import AutoPlan, Candidate, Dropped, simplest_first
+from shardwell.plan.candidates import REFUSED, AutoPlan, Candidate, Dropped, simplest_first
 from shardwell.plan.largest import MOST, PeakLines, confirmed
 from shardwell.plan.models import PlanModel
 from shardwell.plan.pipe_search import PipeSearch
@@ -138,7 +138,7 @@ class Search:
         try:
             load(self._config(kind, 1), world_size=self.machine.ranks.size)
         except ConfigError as error:
-            return f"the configuration refuses it: {error}"
+            return f"the configuration{REFUSED}{error}"
         return None
 
     # ------------------------------------------------------------------------------------------ what is simulated
@@ -173,7 +173,7 @@ class Search:
                 kind = replace(kind, keeps=False)
                 one = self._plan(kind, sizes[0], verified=False)
         except ConfigError as error:  # of what only an engine knows, such as its axes
-            self._dropped.append(Dropped(kind, f"the engine refuses it: {error}"))
+            self._dropped.append(Dropped(kind, f"the engine{REFUSED}{error}"))
             return False
         if not one.fits:
             self._dropped.append(Dropped(kind, f"with a micro-batch of {sizes[0]} {one.lack()}"))

@@ -13,10 +13,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import UninitializedParameter
 from torch.utils._python_dispatch import _disable_current_modes
 
 import shardwell
 from shardwell import checkpointing, virtual_time
+from shardwell.config import Config
 from shardwell.engine import Engine
 from shardwell.errors import ShardwellError
 from shardwell.memory import StateKind, Tier
@@ -58,6 +60,7 @@ class StepCosts:
     kept: tuple[str, ...] = ()  # units whose optimizer state stays on the device although it is offloaded
     updated: tuple[int, ...] = ()  # the elements of each unit that a rank steps
     updates_on_device: bool = False  # all of them
+    bundle: int = 1  # the most blocks that are one unit: fewer do not tell of all
 
 
 @dataclass(frozen=True)
@@ -91,6 +94,7 @@ def along(one: StepCosts, other: StepCosts, number: Callable[[int, int], int]) -
         numbers(one.calls, other.calls),
         numbers(one.copies, other.copies),
         one.kept if one.kept == other.kept else ("",) * max(len(one.kept), len(other.kept)),
+        bundle=max(one.bundle, other.bundle),
     )
 
 
@@ -115,6 +119,12 @@ def are_alike(predicted: StepCosts, found: StepCosts) -> bool:
 def on_meta(model: nn.Module) -> nn.Module:
     """Return a copy of a model whose parameters and buffers have sizes and no bytes."""
     memo: dict[int, Any] = {}
+    lazy = next((name for name, one in model.named_parameters() if isinstance(one, UninitializedParameter)), None)
+    if lazy is not None:
+        raise ShardwellError(
+            f"the parameter '{lazy}' has no size yet, and a plan is made of sizes: run the lazy module on an input, "
+            "or name its sizes."
+        )
     for parameter in model.parameters():
         memo[id(parameter)] = nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
     for buffer in model.buffers():
@@ -185,7 +195,7 @@ def _measured(
     kernels = FusedKernels(engine._precision.autocast, has_gpus=device.has_device_memory)
     found: list[StepCosts] = []
     try:
-        with kernels, naming_lines():
+        with kernels, naming_lines(engine.settings):
             for computing in computes:
                 before = (live.to_host, live.to_device, *((disk.num_read, disk.num_written) if disk else (0, 0)))
                 if recording is not None:
@@ -369,10 +379,20 @@ def _costs(engine: Engine, peaks: _Peaks, copies: Numbers) -> StepCosts:
         engine.offload.kept,
         tuple(sum(group.local_numel for group in unit.trainable) for unit in engine._scheduler.units),
         engine.optimizer is not None and isinstance(engine.optimizer.executor, InlineExecutor),
+        _bundle(engine),
     )
 
 
-_NONZERO = "how many elements are chosen by a mask, or are not zero, depends on values"
+def _bundle(engine: Engine) -> int:
+    """Return the most blocks that are one unit; as many as there are places, if the root unit has all of them."""
+    units = engine._scheduler.units
+    if len(units) == 1:
+        return max((len(one) for one in engine.module.modules() if isinstance(one, nn.ModuleList)), default=1)
+    return max((len(unit.spec.modules) for unit in units), default=1)
+
+
+_NONZERO = "how many elements are chosen by a mask, are not zero or differ from each other depends on values"
+_UNKNOWN_SIZES = ("register_meta function", "no fake impl or Meta kernel")
 _KERNELS = ("fused_kernels.py", "meta_kernels.py", "live_tensors.py", "kernel_times.py")  # between a model and torch
 
 
@@ -389,7 +409,7 @@ def naming_inputs(inputs: Any) -> Iterator[None]:
             if not frame.filename.startswith(torch_files) and not frame.filename.endswith(_KERNELS)
         ]
         last = frames[-1]
-        is_ours = last.filename.startswith(own) and not last.filename.endswith("engine/engine.py")
+        is_ours = last.filename.startswith(own) and not last.filename.endswith(("engine/engine.py", "plan/estimate.py"))
         if isinstance(error, ShardwellError) or is_ours or "meta" in str(error).lower():
             raise
         words = " ".join(str(error).split()).rstrip(".")
@@ -401,18 +421,30 @@ def naming_inputs(inputs: Any) -> Iterator[None]:
             if isinstance(one, Tensor)
         )
         raise ShardwellError(
-            f"the model's forward raised {type(error).__name__}{where}: {words}. Its inputs were {sizes or 'none'}; a "
+            f"the model's forward raised {type(error).__name__}{where}{words and ': '}{words}. Its inputs were "
+            f"{sizes or 'none'}; a "
             "function of your own may return (module, inputs) instead of a module"
         ) from error
 
 
 @contextlib.contextmanager
-def naming_lines() -> Iterator[None]:
-    """Turn the error of a model that asks for values, which do not exist, into one that names its line."""
+def naming_lines(settings: Config) -> Iterator[None]:
+    """Turn the error of a model that asks for values, which do not exist, into one that names its line.
+
+    Layers that a plan of the configuration cuts may not fit together, which torch says in sizes.
+    """
     try:
         yield
     except (NotImplementedError, RuntimeError, TypeError) as error:
-        if isinstance(error, ShardwellError) or "meta" not in str(error).lower():
+        if isinstance(error, ShardwellError):
+            raise
+        words = " ".join(str(error).split()).rstrip(".!")
+        if "meta" not in words.lower():
+            if isinstance(settings.tensor_parallel.plan, dict):
+                raise ShardwellError(
+                    f"tensor_parallel.plan: layers that are cut by it do not fit together: {words}. What reads the "
+                    'output of a "colwise" layer is "rowwise", or the layer is "colwise_gather_output".'
+                ) from error
             raise
         own = torch.__file__.rsplit("/", 1)[0], shardwell.__file__.rsplit("/", 1)[0]
         frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(own)]
@@ -427,8 +459,7 @@ def naming_lines() -> Iterator[None]:
                 f"{where} uses a tensor that is on another device than the model: register it as a buffer, or make it "
                 "on the device of an input."
             ) from error
-        words = " ".join(str(error).split()).rstrip(".!")
-        words = _NONZERO if "register_meta function" in words else words
+        words = _NONZERO if any(one in words for one in _UNKNOWN_SIZES) else words
         raise ShardwellError(
             f"{where} asks for the value of a tensor, and a plan has sizes only: {words}. Let the forward not depend "
             "on values, or plan with a function that leaves that part out."

@@ -2,8 +2,10 @@
 
 A rank of a 1f1b schedule is simulated with few blocks and few micro-batches in flight. Its bytes at rest are a constant
 and an amount for each block, peaks have another amount for each block and micro-batch in flight, and what it moves one
-for each block and micro-batch. A larger simulation must agree, but for the allocator's rounding; otherwise, and for
-other schedules, the first, second and last stage are simulated whole.
+for each block and micro-batch. A larger simulation must agree, but for the allocator's rounding; otherwise, for other
+schedules, and where several blocks are one unit, the first, second and last stage are simulated whole. Where shards are
+so small that the optimizer steps several blocks at a time, the peak of the step is that of a simulation of all blocks
+of a stage.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ from shardwell.plan.simulation import (
     highest_moment,
     simulate,
 )
+from shardwell.plan.update_chunks import UpdateChunks, may_be_highest, with_step_of, without_step
 
 _FEWEST, _FEWEST_AT_3 = 2, 4  # blocks of a stage: at stage 3 two of them are all-gathered ahead of one that computes
 _IN_FLIGHT = 2  # micro-batches, from which on each more adds the same
@@ -100,15 +103,26 @@ def _of_few(pipe: Pipe, verified: bool) -> dict[int, StepCosts] | None:
     though stages between have more messages.
     """
     found: dict[int, StepCosts] = {}
+    first = _Lines.of(pipe, 0)
+    if any(one.bundle > 1 for pair in first.costs for one in pair):
+        return None
     lines: dict[int, _Lines | _Shifted] = {}
+    exact: dict[tuple[int, int], StepCosts] = {}  # by the rank that is simulated and its blocks
     for rank in range(pipe.num_ranks):
         one = like(pipe, rank)
         if one not in lines:
-            lines[one] = made = _Lines.of(pipe, one) if verified or not one else _Shifted.of(pipe, one, lines[0])
+            made = first if not one else _Lines.of(pipe, one) if verified else _Shifted.of(pipe, one, first)
+            lines[one] = made
             if verified and isinstance(made, _Lines) and not made.is_confirmed():
                 return None
         target = StagePart(pipe.num_blocks(rank), most_in_flight(pipe.schedule, rank), pipe.num_micro_batches)
         found[rank] = lines[one].at(target)
+        if not lines[one].is_plain(target.blocks) and may_be_highest(found[rank]):
+            place = one, target.blocks
+            if place not in exact:
+                all_of_them = replace(_smallest(pipe, one), blocks=target.blocks)
+                exact[place] = _ran(pipe.few(one, all_of_them), FEWEST_STEPS)
+            found[rank] = with_step_of(found[rank], exact[place])
     return found
 
 
@@ -121,15 +135,19 @@ def _smallest(pipe: Pipe, rank: int) -> StagePart:
 class _Shifted:
     """The costs of a rank that differ from those of another one by a constant."""
 
-    other: _Lines | _Shifted
+    other: _Lines
     shift: StepCosts
 
     @classmethod
-    def of(cls, pipe: Pipe, rank: int, other: _Lines | _Shifted) -> _Shifted:
+    def of(cls, pipe: Pipe, rank: int, other: _Lines) -> _Shifted:
         """Simulate one part of a rank."""
         part = _smallest(pipe, rank)
         own = _ran(pipe.few(rank, part), FEWEST_STEPS)
         return cls(other, along(own, other.at(part), lambda ours, theirs: ours - theirs))
+
+    def is_plain(self, blocks: int) -> bool:
+        """Return whether each of so many blocks is updated alone, as those of the other rank are."""
+        return self.other.is_plain(blocks)
 
     def at(self, target: StagePart) -> StepCosts:
         """Return what the rank takes with other numbers."""
@@ -183,9 +201,17 @@ class _Lines:
             largest_unit=max((one.largest_unit for pair in self.costs for one in pair), key=lambda unit: unit[1]),
         )
 
+    def is_plain(self, blocks: int) -> bool:
+        """Return whether each of so many blocks is updated alone, so that the peak of the step is on a line, too."""
+        few, more = (pair[0].updated for pair in self.costs)
+        return UpdateChunks(self.parts[0].blocks, few, more).is_plain(blocks)
+
     def is_confirmed(self) -> bool:
         """Simulate more of both, with a step more; return whether that is what the four predict."""
         large = self.parts[1]
         most = most_in_flight(self.pipe.schedule, self.rank)
         next_one = StagePart(large.blocks + 1, min(most, large.in_flight + 1), large.micro_batches + 1)
-        return are_alike(self.at(next_one), _ran(self.pipe.few(self.rank, next_one)))
+        predicted, found = self.at(next_one), _ran(self.pipe.few(self.rank, next_one))
+        if not self.is_plain(self.pipe.num_blocks(self.rank)):
+            predicted, found = without_step(predicted), without_step(found)
+        return are_alike(predicted, found)

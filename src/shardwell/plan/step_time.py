@@ -204,7 +204,7 @@ def timed_engine(model: nn.Module, config: Any, machine: SimulatedMachine) -> It
         engine._context.roles.shard.traffic.observer = _Names(clock)
         fuse_updates(engine)
         kernels = FusedKernels(engine._precision.autocast, has_gpus=device.has_device_memory)
-        modes = kernels, naming_lines(), engine._scheduler.recording(trace)
+        modes = kernels, naming_lines(engine.settings), engine._scheduler.recording(trace)
         try:
             with modes[0], modes[1], modes[2]:
                 yield TimedEngine(engine, clock, TimedKernels(clock, device), trace)

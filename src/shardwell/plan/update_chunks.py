@@ -76,6 +76,11 @@ def with_exact_step(whole: StepCosts, chunks: UpdateChunks, layers: int, at: Cal
         first, second = chunks.depths(layers)
         blocks, between = layers - first, second - first
         found = [along(found[0], found[1], lambda one, other: one + (other - one) * blocks // between)]
-    peaks = {**whole.peaks, STEP: found[0].peaks[STEP]}
-    moments = {**whole.at_moments, MOMENTS[2]: found[0].at_moments[MOMENTS[2]]}
+    return with_step_of(whole, found[0])
+
+
+def with_step_of(whole: StepCosts, other: StepCosts) -> StepCosts:
+    """Return costs with the peak of the step that others have."""
+    peaks = {**whole.peaks, STEP: other.peaks[STEP]}
+    moments = {**whole.at_moments, MOMENTS[2]: other.at_moments[MOMENTS[2]]}
     return replace(whole, peaks=peaks, at_moments=moments, at_peak=moments[highest_moment(peaks)])
