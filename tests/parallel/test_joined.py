@@ -45,6 +45,7 @@ GATHERED = {"lora": 2, "mixed": 2, "three": 3}  # groups of a block
 TRAINED = {"lora": 1, "mixed": 2, "three": 2}
 
 
+@pytest.mark.slow
 def test_a_unit_of_several_groups_has_one_collective_in_each_direction(ranks: Ranks) -> None:
     for answers in ranks.run(2, both, CASES):
         for (kind, stage, _), (apart, joined) in zip(CASES, answers, strict=True):
@@ -85,6 +86,7 @@ ROUTES = {  # by ranks of a node on the device's route; plain collectives on the
 }
 
 
+@pytest.mark.slow
 def test_nodes_codecs_and_secondary_shards_keep_their_bits(ranks: Ranks) -> None:
     """On both routes: the host starts what follows a hop, or the device does."""
     for ranks_per_node, cases in ROUTES.items():
