@@ -37,7 +37,7 @@ def test_a_mutated_configuration_works_or_is_refused_by_a_sentence(tmp_path: Pat
 
 @pytest.mark.skipif(shutil.which("cc") is None, reason="there is no C compiler to build the library of faults with")
 def test_a_fault_of_a_file_is_told_or_changes_nothing(tmp_path: Path) -> None:
-    found = run("io_faults", tmp_path, 20)
+    found = run("io_faults", tmp_path, 14)
     assert found["bad"] == []
     assert found["outcomes"]["told"] > 0
     assert found["outcomes"]["unharmed"] > 0
@@ -62,9 +62,9 @@ def test_a_job_trains_within_its_limit_of_memory_or_is_refused(tmp_path: Path) -
 
 
 def test_forms_of_random_models_are_what_an_engine_takes(tmp_path: Path) -> None:
-    found = run("forms", tmp_path, 10)
+    found = run("forms", tmp_path, 6)
     assert found["bad"] == []
-    assert found["outcomes"] == {"the same to the byte": 10}
+    assert found["outcomes"] == {"the same to the byte": 6}
 
 
 def test_several_runs_of_a_campaign_count_together() -> None:

@@ -254,5 +254,11 @@ def test_values_of_another_form_are_refused_when_a_checkpoint_is_opened(tmp_path
     folder = forged(tmp_path / "saved", lambda values: values.update({key: value}))
     with pytest.raises(CheckpointError, match=rf"values\.{key}"):
         open_source(folder)
+
+
+@pytest.mark.slow
+def test_a_command_says_so_without_a_traceback(tmp_path: Path) -> None:
+    folder = forged(tmp_path / "saved", lambda values: values.update(adapters={"of": []}))
     done = command("checkpoint", "inspect", folder)
     assert (done.returncode, "Traceback" in done.stderr) == (2, False)
+    assert "values.adapters" in done.stderr

@@ -90,10 +90,8 @@ for case in json.loads(sys.argv[1]):
 CASES: list[list[Any]] = [
     [0, 1, 0.0, None],
     [1, 2, 0.05, None],
-    [2, 1, 0.05, None],
     [3, 2, 0.05, None],
     [2, 2, 0.0, "cpu"],
-    [3, 1, 0.05, "cpu"],
     [3, 1, 0.05, "nvme"],
 ]
 

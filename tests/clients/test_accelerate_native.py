@@ -110,8 +110,7 @@ def test_the_loop_gives_the_numbers_of_ddp(ranks: Ranks, stage: int, micro: int,
     assert max(ranks.run(2, both, zero(stage), micro, clip)) < 1e-10
 
 
-@pytest.mark.parametrize("device", ["cpu", "nvme"])
-@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize(("stage", "device"), [(2, "cpu"), (3, "nvme")])
 def test_with_offloading_too(ranks: Ranks, tmp_path: Path, stage: int, device: str) -> None:
     where = {"device": device, "nvme_path": str(tmp_path)} if device == "nvme" else {"device": device}
     block = {"offload_optimizer": where, **({"offload_param": where} if stage == 3 else {})}

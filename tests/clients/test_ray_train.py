@@ -49,6 +49,7 @@ def norms_of_plain_pytorch(num_steps: int) -> list[float]:
 def test_workers_restart_after_a_failure_and_a_later_run_goes_on(tmp_path: Path) -> None:
     command = [sys.executable, "-c", PROGRAM, str(EXAMPLE), str(tmp_path)]
     variables = {**environment(), "OMP_NUM_THREADS": "1", "RAY_TMPDIR": "/tmp"}
+    variables["RAY_TRAIN_ENABLE_PREEMPTION_WATCHER"] = "0"  # a process for each group of workers
     done = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=1700)
     assert done.returncode == 0, done.stderr[-3000:]
     assert "told to fail once" in done.stderr + done.stdout

@@ -115,7 +115,7 @@ def on_tensor_axis(sequence: bool, overlaps: bool) -> tuple[int, int, int]:
     on_wire = dict(wire.received)
     engine.step()
     said = engine.traffic().by_axis()["tensor"]
-    engine.destroy()
+    engine.destroy(whole=False)
     return on_wire["allreduce_"], sum(on_wire.values()), said
 
 

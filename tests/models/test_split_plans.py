@@ -91,7 +91,7 @@ def cut(kinds: list[str], split: bool) -> dict[str, Any]:
             engine.backward(engine(input_ids=rows(step), labels=rows(step)).loss)
             engine.step()
         found[kind] = engine.state_dict()
-        engine.destroy()
+        engine.destroy(whole=False)
     return found
 
 

@@ -38,7 +38,7 @@ def trained(model: Any, name: str, stage: int) -> dict[str, torch.Tensor]:
     with torch.no_grad():  # Transformers' layers take local tensors here
         engine(**share(batches(name, 1)[0], engine.data_rank, engine.data_size))
     found = engine.state_dict()
-    engine.destroy()
+    engine.destroy(whole=False)
     return found
 
 

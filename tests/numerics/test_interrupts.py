@@ -36,7 +36,7 @@ def test_a_forward_that_is_interrupted_leaves_nothing_behind(kind: type[BaseExce
             engine.backward(loss)
             engine.step()
             losses.append(float(loss.detach()))
-        engine.destroy()
+        engine.destroy(whole=False)
         return losses
 
     def interrupt(engine: shardwell.Engine, tokens: Tensor) -> None:

@@ -51,7 +51,7 @@ def test_whoever_looks_at_gradients_before_the_boundary_changes_nothing(
     """Stages 0 and 3, and 1 and 2, share the tiers."""
     _, expected = ranks.run(2, looked_at, 0, {}, "auto", True)[0]
     tiers = [({}, "auto"), (HOST, "at_once"), (HOST, "after_norm"), (HOST, "shadow"), (on_disk(tmp_path), "after_norm")]
-    for block, commit in {0: tiers[::2], 1: tiers[1::2], 2: [*tiers[::2], tiers[3]], 3: tiers[:2] + tiers[3:]}[stage]:
+    for block, commit in {0: tiers[::2], 1: tiers[1::2], 2: tiers[::2], 3: [tiers[1], *tiers[3:]]}[stage]:
         values, norms = ranks.run(2, looked_at, stage, block, commit, False)[0]
         for found, saw in ranks.run(2, looked_at, stage, block, commit, True):
             check_equal(found, values)

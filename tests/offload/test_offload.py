@@ -88,14 +88,14 @@ def test_half_precision_clipped_or_not_is_within_ulps(ranks: Ranks, precision: s
 )
 def test_training_in_fp32_follows_plain_pytorch(ranks: Ranks, stage: int, num_ranks: int, accumulation: int) -> None:
     options = {"lr": 1e-2, "momentum": 0.9}
-    case = host_case("auto", "fp32", optimizer="SGD", options=options, steps=6, accumulation=accumulation)
+    case = host_case("auto", "fp32", optimizer="SGD", options=options, steps=4, accumulation=accumulation)
     difference, name = distance(ranks.run(num_ranks, all_sharded, [case], stage)[0][0], plainly(case)[0])
     assert difference < 1e-5, f"{name} differs by {difference}"
 
 
 @pytest.mark.parametrize(
     ("stage", "clip"),
-    [*((stage, 0.0) for stage in range(4)), (0, 0.01), (1, 1.2), (2, 0.01), (2, 1.2), (3, 1e-4), (3, 1.2)],
+    [*((stage, 0.0) for stage in range(4)), (0, 0.01), (1, 1.2), (2, 1.2), (3, 1e-4)],
 )
 def test_commit_policies_give_the_same_bits(ranks: Ranks, stage: int, clip: float) -> None:
     """Clipped in no step, in all (0.01, 1e-4), and in some (1.2)."""

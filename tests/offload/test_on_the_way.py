@@ -196,8 +196,7 @@ def given_up(stage: int, commit: str) -> list[dict[str, Any]]:
     return found
 
 
-@pytest.mark.parametrize("commit", ["at_once", "shadow", "after_norm"])
-@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize(("stage", "commit"), [(1, "at_once"), (3, "at_once"), (1, "after_norm"), (3, "shadow")])
 def test_gradients_can_be_given_up(ranks: Ranks, stage: int, commit: str) -> None:
     one, other = ranks.run(2, given_up, stage, commit)
     before, after, later, _ = one

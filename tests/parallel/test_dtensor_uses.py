@@ -176,7 +176,7 @@ def in_a_pipeline() -> list[dict[str, Any]]:
         for _ in range(3):
             engine.train_batch(batches)
         found.append(engine.state_dict())
-        engine.destroy()
+        engine.destroy(whole=False)
     return found
 
 

@@ -55,7 +55,7 @@ def checkpointed(folder: str) -> list[dict[str, Tensor]]:
             train(engine, case, first, last)
             engine.save_checkpoint(f"{folder}/{number}")
             values = engine.state_dict()
-            engine.destroy()
+            engine.destroy(whole=False)
         found.append(values)
     return found
 
@@ -79,7 +79,7 @@ def other_ways() -> tuple[list[dict[str, Tensor]], list[float]]:
         assert (engine.data_size, engine.data_rank) == (4, dist.get_rank())
         norms = train(engine, case)
         found.append(engine.state_dict())
-        engine.destroy()
+        engine.destroy(whole=False)
     return found, norms
 
 
@@ -169,7 +169,7 @@ def bytes_of_a_step() -> tuple[int, int, int]:
     total = torch.tensor(rows)
     dist.all_reduce(total)  # what one rank sends, the other one receives
     in_step = engine.traffic().by_axis()["expert"]
-    engine.destroy()
+    engine.destroy(whole=False)
     return int(total), in_forward, in_step
 
 
@@ -215,7 +215,7 @@ def trained_alone(listed: bool, size: int) -> dict[str, Tensor]:
         engine.backward(engine(x.chunk(engine.data_size)[engine.data_rank]).square().mean())
         engine.step()
     found = engine.state_dict()
-    engine.destroy()
+    engine.destroy(whole=False)
     return found
 
 

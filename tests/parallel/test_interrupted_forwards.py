@@ -46,7 +46,7 @@ def interrupted(kind: str) -> dict[str, Any]:
     left = interrupt(engine, layer, loss)
     engine.backward(loss())
     engine.step()
-    engine.destroy()
+    engine.destroy(whole=False)
     return left
 
 

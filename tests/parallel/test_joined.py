@@ -45,6 +45,7 @@ GATHERED = {"lora": 2, "mixed": 2, "three": 3}  # groups of a block
 TRAINED = {"lora": 1, "mixed": 2, "three": 2}
 
 
+@pytest.mark.slow
 def test_a_unit_of_several_groups_has_one_collective_in_each_direction(ranks: Ranks) -> None:
     for answers in ranks.run(2, both, CASES):
         for (kind, stage, _), (apart, joined) in zip(CASES, answers, strict=True):
@@ -63,24 +64,32 @@ def test_a_unit_of_several_groups_has_one_collective_in_each_direction(ranks: Ra
 
 
 HOST = {"offload_optimizer": {"device": "cpu"}}
-EVERYWHERE: list[tuple[str, int, dict[str, Any]]] = [
-    ("mixed", 0, {}),
-    ("three", 2, {}),
-    ("three", 3, {}),
+HOPS: list[tuple[str, int, dict[str, Any]]] = [  # what takes several hops, or codes, on both routes
     ("three", 3, {"zero_hpz_partition_size": 2}),
     ("three", 3, {"zero_quantized_weights": True, "zero_quantized_gradients": True}),
     ("mixed", 2, {"replicas": 2, "steps": 2}),
-    ("mixed", 2, {"steps": 2, **HOST}),
-    ("three", 3, {"steps": 2, **HOST, "offload_param": {"device": "cpu"}}),
-    ("lora", 3, {"zero_quantized_nontrainable_weights": True}),
-    ("lora", 3, {"zero_quantized_nontrainable_weights": True, "zero_hpz_partition_size": 2}),
 ]
+ROUTES = {  # by ranks of a node on the device's route; plain collectives on the host's are above
+    0: [
+        *HOPS,
+        ("mixed", 2, {"steps": 2, **HOST}),
+        ("three", 3, {"steps": 2, **HOST, "offload_param": {"device": "cpu"}}),
+        ("lora", 3, {"zero_quantized_nontrainable_weights": True}),
+    ],
+    2: [
+        *HOPS,
+        ("mixed", 0, {}),
+        ("three", 2, {}),
+        ("three", 3, {}),
+        ("lora", 3, {"zero_quantized_nontrainable_weights": True, "zero_hpz_partition_size": 2}),
+    ],
+}
 
 
+@pytest.mark.slow
 def test_nodes_codecs_and_secondary_shards_keep_their_bits(ranks: Ranks) -> None:
     """On both routes: the host starts what follows a hop, or the device does."""
-    for ranks_per_node in (0, 2):
-        cases = [case for case in EVERYWHERE if not (ranks_per_node and "offload_optimizer" in case[2])]
+    for ranks_per_node, cases in ROUTES.items():
         for answers in ranks.run(4, both, cases, ranks_per_node):
             for (kind, stage, block), (apart, joined) in zip(cases, answers, strict=True):
                 same_bits_and_bytes(apart, joined)

@@ -101,7 +101,7 @@ def trained(tensor: dict[str, Any], stage: int) -> dict[str, Tensor]:
         engine.backward(penalised(engine, x) if step != 1 else engine(x).square().mean())
         engine.step()
     found = engine.state_dict()
-    engine.destroy()
+    engine.destroy(whole=False)
     return found
 
 
@@ -154,7 +154,7 @@ def routed(axis: str) -> dict[str, Tensor]:
         engine.backward(penalised(engine, mine))
         engine.step()
     found = engine.state_dict()
-    engine.destroy()
+    engine.destroy(whole=False)
     return found
 
 

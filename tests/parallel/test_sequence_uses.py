@@ -83,7 +83,7 @@ def by_mesh_and_mpu(case: SequenceCase) -> list[dict[str, Tensor]]:
         assert (engine.data_size, engine.data_rank) == (2, dist.get_rank() // 2)
         train(engine, case)
         found.append(engine.state_dict())
-        engine.destroy()
+        engine.destroy(whole=False)
     return found
 
 
@@ -130,7 +130,7 @@ def checkpointed(case: SequenceCase, folder: str) -> dict[str, Tensor]:
                 engine.step()
         engine.save_checkpoint(folder)
         found = engine.state_dict()
-        engine.destroy()
+        engine.destroy(whole=False)
     return found
 
 
@@ -166,7 +166,7 @@ def bytes_of_a_step() -> tuple[int, int, dict[str, int]]:
     in_forward = wire.received["recv_"]
     train(engine, case, 2, 4)
     calls = engine.traffic().calls
-    engine.destroy()
+    engine.destroy(whole=False)
     return (
         in_forward,
         next(number for kind, number in calls.items() if kind.value == "sequence"),
@@ -213,7 +213,7 @@ def draw() -> list[Any]:
         torch.manual_seed(11)
         train(engine, case)
         found.append(engine.state_dict())
-        engine.destroy()
+        engine.destroy(whole=False)
     return [[one.detach() for pair in drawn for one in pair], after, *found]
 
 

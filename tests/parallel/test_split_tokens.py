@@ -149,7 +149,7 @@ def documents_as_long_as_parts() -> list[float]:
         losses.append(float(shardwell.sequence_parallel.average_loss(loss, engine)))
         engine.backward(loss)
         engine.step()
-    engine.destroy()
+    engine.destroy(whole=False)
     return losses
 
 

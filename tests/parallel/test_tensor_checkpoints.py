@@ -27,7 +27,7 @@ def leg(folders: list[str], stage: int, size: int, first: int, last: int, sequen
     train(engine, case, first, last)
     engine.save_checkpoint(folders[1])
     found = engine.state_dict()
-    engine.destroy()
+    engine.destroy(whole=False)
     return found
 
 
@@ -79,7 +79,7 @@ def averaged() -> list[dict[str, Tensor]]:
     again.load_state_dict(given[0])
     with again.swapped():
         used = engine.parameters_snapshot()
-    engine.destroy()
+    engine.destroy(whole=False)
     return [found["parameters"], expected, used]
 
 

@@ -137,7 +137,7 @@ def shared_heads(size: int) -> list[Any]:
             engine.backward(engine(share))
             engine.step()
         values = engine.state_dict()
-        engine.destroy()
+        engine.destroy(whole=False)
         return values
 
     how: dict[str, Any] = {"heads": RIGHT["size"], "shared": True, "size": size}

@@ -66,7 +66,7 @@ def train(p: float, recomputes: bool) -> tuple[list[float], dict[str, Tensor], i
             losses.append(loss.item())
     rest = sum(size for (state, _, _), size in engine.memory().now.items() if state.value == "parameters")
     weights = engine.state_dict()
-    engine.destroy()
+    engine.destroy(whole=False)
     return losses, weights, rest, [str(one.message) for one in said if "view" in str(one.message)]
 
 

@@ -213,7 +213,7 @@ def norms(stage: int, configs: list[dict[str, Any]]) -> list[list[float]]:
         case = TensorCase(dtype=torch.float32, steps=2, config=config)
         engine, _ = started(case, stage)
         found.append(train(engine, case))
-        engine.destroy()
+        engine.destroy(whole=False)
     return found
 
 

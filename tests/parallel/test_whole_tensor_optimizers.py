@@ -67,6 +67,7 @@ def over_tensor_ranks(kind: str, stage: int) -> dict[str, Tensor]:
     return engine.state_dict()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "stage"), [("Lamb", 0), ("Lamb", 3), ("Muon", 1), ("Muon", 3)])
 def test_tensor_ranks_follow_one_process(ranks: Ranks, kind: str, stage: int) -> None:
     torch.manual_seed(0)
@@ -89,6 +90,7 @@ def over_stages(kind: str, stage: int) -> dict[str, Tensor]:
     return engine.parameters_snapshot()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "stage"), [("Lamb", 1), ("Muon", 3)])
 def test_pipeline_stages_follow_one_process(ranks: Ranks, kind: str, stage: int) -> None:
     torch.manual_seed(0)

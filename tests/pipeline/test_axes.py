@@ -30,7 +30,7 @@ def trained(config: dict[str, Any]) -> dict[str, Any]:
         losses.append(float(engine.train_batch(batches)))
         norms.append(engine.get_global_grad_norm())
     found = {"losses": losses, "norms": norms, "parameters": engine.state_dict()}
-    engine.destroy()
+    engine.destroy(whole=False)
     return found
 
 

@@ -98,7 +98,7 @@ def held_after(steps: int) -> list[dict[str, Any]]:
                     values[name] = parameter.detach().float().clone()
                 values[f"master of {name}"] = safe_get_full_fp32_param(parameter)
         found.append(values)
-        engine.destroy()
+        engine.destroy(whole=False)
     return found
 
 

@@ -37,7 +37,7 @@ def trained(config: dict[str, Any]) -> dict[str, Any]:
         "units": [unit.name for unit in engine.units],
         "calls": [calls.get(kind, 0) for kind in (TrafficKind.REDUCE_SCATTER, TrafficKind.PUBLISH)],
     }
-    engine.destroy()
+    engine.destroy(whole=False)
     return found
 
 

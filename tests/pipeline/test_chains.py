@@ -73,7 +73,7 @@ def bytes_read(path: str) -> list[tuple[int, int]]:
             engine.load_model(path)
             spans = [span for group in groups_of(engine) for span in group.spans]
             found.append((read[-1], 8 * sum(piece.numel for span in spans for piece in span.pieces)))
-            engine.destroy()
+            engine.destroy(whole=False)
     finally:
         SafetensorsSource.close = close  # type: ignore[method-assign]
     return found

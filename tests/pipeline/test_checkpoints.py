@@ -55,7 +55,7 @@ def leg(folder: str, config: dict[str, Any], first_step: int) -> dict[str, Any]:
             buffer.add_(1)
     engine.save_checkpoint(folder, client_state={"step": first_step + LEG})
     found = {"parameters": engine.state_dict(), "losses": losses, "stages": stages}
-    engine.destroy()
+    engine.destroy(whole=False)
     return found
 
 
@@ -88,7 +88,7 @@ def load_strange(folder: str, config: dict[str, Any]) -> str:
     engine, *_ = shardwell.initialize(model=model, config=config)
     with pytest.raises(CheckpointError) as caught:
         engine.load_checkpoint(folder)
-    engine.destroy()
+    engine.destroy(whole=False)
     return str(caught.value)
 
 

@@ -159,7 +159,7 @@ def trained(waits_on_device: bool) -> tuple[list[set[bool]], list[float]]:
             if number == 2:  # other shapes need other kernels
                 batches = iter([(ids[:1], labels[:1]) for ids, labels in batches])
             losses.append(float(engine.train_batch(batches)))
-        engine.destroy()
+        engine.destroy(whole=False)
     return routes, losses
 
 

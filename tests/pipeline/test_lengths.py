@@ -40,7 +40,7 @@ def trained() -> list[dict[str, Tensor]]:
             engine.eval_batch(iter(of_lengths(step + 10, engine.data_rank)))
             engine.train_batch(iter(of_lengths(step, engine.data_rank)))
         found.append(engine.state_dict())
-        engine.destroy()
+        engine.destroy(whole=False)
     return found
 
 

@@ -18,7 +18,7 @@ FURTHEST = 1e-3
 EXPERT, TENSOR, PIPE, DATA = Leg(3, expert=2), Leg(1, tensor=2), Leg(1, pipe=2), Leg(2)
 SHARED, SPLIT = Leg(3, tensor=2, sequence=2), Leg(2, expert=2, sequence=2)
 CHAINS = [
-    [PIPE, EXPERT, TENSOR, DATA, SPLIT, PIPE, SHARED, TENSOR],
+    [PIPE, EXPERT, TENSOR, SPLIT, DATA, SHARED],
     [replace(EXPERT, hands_on="dcp"), replace(SHARED, hands_on="dcp"), replace(PIPE, hands_on="dcp"), SPLIT],
     [replace(SPLIT, hands_on="hf"), replace(PIPE, hands_on="hf"), EXPERT],
     [replace(EXPERT, hands_on="deepspeed"), replace(SHARED, hands_on="deepspeed"), Leg(1, expert=4), PIPE],

@@ -99,7 +99,7 @@ def train_decoders() -> dict[str, list[float]]:
         )
         rows = dictionaries(STEPS, engine.data_rank)
         found[name] = [float(engine.train_batch(rows)) for _ in range(STEPS)]
-        engine.destroy()
+        engine.destroy(whole=False)
     return found
 
 
@@ -124,7 +124,7 @@ def called_by_hand(folder: str) -> list[str]:
         with pytest.raises(ShardwellError) as refused:
             use()
         words.append(str(refused.value))
-    engine.destroy()
+    engine.destroy(whole=False)
     return words
 
 
@@ -275,7 +275,7 @@ def train_unusual() -> dict[str, list[float]]:
         if name == "more rows":
             wide = ((torch.cat([ids, ids]), torch.cat([labels, labels])) for ids, labels in stream(1, 0))
             found["evaluated"] = [float(engine.eval_batch(wide)), float(engine.eval_batch(stream(1, 0)))]
-        engine.destroy()
+        engine.destroy(whole=False)
     return found
 
 
@@ -308,7 +308,7 @@ def train_mixed(block: str) -> list[list[float]]:
             for ids, labels in stream(6, 0)
         )
         losses.append([float(engine.train_batch(rows)) for _ in range(6)] + [engine.loss_scale])
-        engine.destroy()
+        engine.destroy(whole=False)
     return losses
 
 
@@ -334,7 +334,7 @@ def train_copies() -> list[Tensor]:
         for _ in range(8):
             engine.train_batch(batches)
         found.append(engine.parameters_snapshot()["tokens.weight"])
-        engine.destroy()
+        engine.destroy(whole=False)
     return found
 
 

@@ -37,7 +37,7 @@ def trained(kind: str, config: dict[str, Any]) -> dict[str, Any]:
         losses.append(float(engine.train_batch(batches)))
         norms.append(engine.get_global_grad_norm())
     found = {"parameters": engine.state_dict(), "losses": losses, "norms": norms}
-    engine.destroy()
+    engine.destroy(whole=False)
     return found
 
 

@@ -40,7 +40,7 @@ def observe(schedule: str, stage: int) -> dict[str, Any]:
         engine.train_batch(batches)
     unit_bytes = {kind.value: traffic.total(kind) for kind in TrafficKind}
     numel = sum(parameter.numel() for parameter in engine.module.parameters())
-    engine.destroy()
+    engine.destroy(whole=False)
     return {"bytes": unit_bytes, "axes": traffic.by_axis(), "trace": str(trace).splitlines()[0].split(), "numel": numel}
 
 
@@ -82,7 +82,7 @@ def counted(schedule: str) -> tuple[int, int]:
     with WireCounter(dist.get_rank(), 2) as wire:
         engine.train_batch(batches)
     said = engine.traffic().by_axis()["pipe"]
-    engine.destroy()
+    engine.destroy(whole=False)
     return wire.received["recv_"], said
 
 
@@ -175,7 +175,7 @@ def measure(schedule: str, chunks: int, number: int) -> list[float]:
         dist.all_reduce(is_far)
         if not is_far:
             break
-    engine.destroy()
+    engine.destroy(whole=False)
     return found
 
 
@@ -185,7 +185,7 @@ def measure_all(cases: list[tuple[str, int, int]]) -> list[list[float]]:
 
 @pytest.mark.slow
 def test_measured_bubbles_are_those_of_the_simulation(ranks: Ranks) -> None:
-    cases = [("gpipe", 1, 4), ("1f1b", 1, 4), ("interleaved", 2, 4), ("zb-h1", 1, 4)]  # no W in these layers
+    cases = [("1f1b", 1, 4), ("interleaved", 2, 4), ("zb-h1", 1, 4)]  # no W in these layers; gpipe has 1f1b's bubble
     expected = [1 / (chunks * number + 1) for _, chunks, number in cases]
     for found in ranks.run(2, measure_all, cases):
         for steps, want in zip(found, expected, strict=True):

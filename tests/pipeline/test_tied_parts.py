@@ -39,7 +39,7 @@ def trained() -> list[Any]:
             engine.train_batch(batches)
         parts = [name for name, parameter in engine.module.named_parameters() if part_of(parameter) is not None]
         found.append((parts, engine.state_dict()))
-        engine.destroy()
+        engine.destroy(whole=False)
     try:
         started(1, "1f1b", WORDS)
     except ShardwellError as error:
@@ -75,7 +75,7 @@ def trained_with_shared_block() -> dict[str, Any]:
     for _ in range(STEPS):
         engine.train_batch(batches)
     found: dict[str, Any] = engine.state_dict()
-    engine.destroy()
+    engine.destroy(whole=False)
     return found
 
 

@@ -50,7 +50,7 @@ def train_all() -> list[tuple[int, dict[str, Tensor]]]:
         for _ in range(STEPS):
             engine.train_batch(batches)
         found.append((engine.data_size, engine.state_dict()))
-        engine.destroy()
+        engine.destroy(whole=False)
     return found
 
 

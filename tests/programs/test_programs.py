@@ -19,7 +19,7 @@ from tests.support.ranks import Ranks
 pytestmark = pytest.mark.slow
 
 
-@pytest.mark.parametrize(("num_ranks", "count"), [(1, 40), (2, 40)])
+@pytest.mark.parametrize(("num_ranks", "count"), [(1, 30), (2, 30)])
 def test_random_programs_follow_plain_pytorch_or_say_so(ranks: Ranks, num_ranks: int, count: int) -> None:
     failures = []
 

@@ -67,7 +67,7 @@ CASES = st.builds(
 
 
 @settings(
-    max_examples=EXAMPLES or 40,
+    max_examples=EXAMPLES or 30,
     derandomize=not EXAMPLES,
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],

@@ -51,7 +51,7 @@ def train(stage: int, inside: bool) -> dict[str, Any]:
             "scale": model.scale.float().unique().tolist(),
             "norm": engine.get_global_grad_norm(),
         }
-    engine.destroy()
+    engine.destroy(whole=False)
     return found
 
 

@@ -387,7 +387,7 @@ def closed() -> tuple[int, int]:
     micro_step(engine)
     engine.step()
     during = len(dist.distributed_c10d._world.pg_map)
-    engine.destroy()
+    engine.destroy(whole=False)
     return during - before, len(dist.distributed_c10d._world.pg_map) - before
 
 

@@ -55,7 +55,7 @@ def losses(block: dict[str, Any], looks: bool) -> list[float]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("block", [COPIES, CODES, COPIES | CODES], ids=["copies", "codes", "both"])
+@pytest.mark.parametrize("block", [COPIES, CODES], ids=["copies", "codes"])
 def test_looking_changes_nothing(ranks: Ranks, block: dict[str, Any]) -> None:
     assert ranks.run(4, losses, block, True) == ranks.run(4, losses, block, False)
 

@@ -49,15 +49,16 @@ class Run:
 
 
 def runs(stage: int) -> list[Run]:
+    """Return the runs of a stage: of all stages, they have both precisions, all codecs and both tiers."""
+    if stage == 0:
+        return [Run(0, "fp32", accumulation=2)]
     found = [Run(stage, accumulation=2)]
-    if stage in (0, 3):
-        found.append(Run(stage, "fp32"))
-    if stage in (1, 2):
+    if stage < 3:
         found.append(Run(stage, block=HOST, accumulation=2))
     if stage == 2:
         found.append(Run(2, block=QGZ))
     if stage == 3:
-        found += [Run(3, block=block) for block in ({**QGZ, **QWZ}, HPZ)]
+        found += [Run(3, "fp32", HPZ), Run(3, block={**QGZ, **QWZ})]
         found += [Run(3, block=block, accumulation=2) for block in ({**QGZ, **QWZ, **HPZ}, PARAMETERS_TOO)]
     return found
 

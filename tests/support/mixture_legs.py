@@ -141,7 +141,7 @@ def read_alone(at: str, number: int) -> dict[str, Tensor]:
     engine = engine_of(Leg(3), number)
     engine.load_checkpoint(at, strict=True)
     found = states_of(engine)
-    engine.destroy()
+    engine.destroy(whole=False)
     return found
 
 

@@ -179,7 +179,7 @@ def run_chain(legs: list[Leg], folder: str, steps: int) -> dict[str, Any]:
             engine.destroy(whole=False)
             at = handed_on(at, kind)
     found = dict(engine.state_dict())
-    engine.destroy()
+    engine.destroy(whole=False)
     return found
 
 

@@ -262,7 +262,7 @@ def counted(case: PlanCase, folder: str, device: str) -> Counted:
 
 
 def on_rank(cases: Sequence[PlanCase], folder: str) -> list[tuple[Counted, Counted | None]]:
-    """Return for each case what this rank counts, and what it counts as a simulated one (the first and last ranks)."""
+    """Return for each case what this rank counts, and what it counts as a simulated one: the first or last, in turn."""
     rank, size, found = dist.get_rank(), dist.get_world_size(), []
     for number, case in enumerate(cases):
         os.environ.update(LOCAL_WORLD_SIZE=str(case.per_node), LOCAL_RANK=str(rank % case.per_node))
@@ -271,7 +271,7 @@ def on_rank(cases: Sequence[PlanCase], folder: str) -> list[tuple[Counted, Count
         real = counted(case, place, "cpu")
         machine = SimulatedMachine(has_gpus=False, ranks=SimulatedRanks(rank, size, case.per_node, "gloo"))
         plan = None
-        if rank in (0, size - 1):  # shards of those between them are as long as those of the first
+        if rank == (0, size - 1)[number % 2]:  # shards of those between them are as long as those of the first
             with simulated(machine):
                 plan = counted(case, place, "meta")
         found.append((real, plan))

@@ -97,5 +97,5 @@ def train(kind: str, stage: int, *, apart: bool, **block: Any) -> dict[str, Any]
         "wire": sum(counter.received.values()),
         "trace": str(trace).split("\n")[0],
     }
-    engine.destroy()
+    engine.destroy(whole=False)
     return found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import tempfile
 from pathlib import Path
 
@@ -24,6 +25,31 @@ The columns are ZeRO stages, and stages 2 and 3 with optimizer state on the host
 where the title of its table says. `model` is the module, `engine` what `initialize` made of it, `optimizer` the one
 that was given to `initialize`. The sentences that the numbers stand for follow each table.
 """
+
+
+# Here the way that an operation takes differs from stage to stage: where gradients rest, and who updates.
+DIFFERS_BY_STAGE = (
+    "The loop", "Gradients, between backward and step", "Gradients, by hooks and before the first step", "The optimizer"
+)  # fmt: skip
+
+
+def in_turn() -> dict[str, list[Operation]]:
+    """The operations that the tests run, by column: each at stage 3, and at others in turn.
+
+    The next operation of a section is at the next columns, so that each section meets each column.
+    """
+    whole, host = [("0", "1", "2"), ("2, host", "3, host")]
+    turns: dict[str, list[Operation]] = {column: [] for column in COLUMNS}
+    numbers: dict[str, int] = {}
+    for operation in OPERATIONS:
+        number = numbers[operation.section] = numbers.get(operation.section, -1) + 1
+        others = (*whole, *host)
+        columns = (
+            [whole[number % 3], host[number % 2]] if operation.section in DIFFERS_BY_STAGE else [others[number % 5]]
+        )
+        for column in ("3", *columns):
+            turns[column].append(operation)
+    return turns
 
 
 def found(pool: Ranks, column: str, operations: list[Operation] = OPERATIONS) -> dict[str, Result]:
@@ -64,6 +90,19 @@ def written(results: dict[str, dict[str, Result]]) -> str:
     return "\n".join(parts)
 
 
+def read(text: str) -> dict[str, dict[str, Result]]:
+    """What a page says, by column and operation: the opposite of `written`."""
+    said: dict[str, dict[str, Result]] = {column: {} for column in COLUMNS}
+    for section in text.split("\n## ")[1:]:
+        notes = dict(re.findall(r"^(\d+)\. (.*)$", section, re.MULTILINE))
+        for row in section.splitlines():
+            title, *cells = row.removeprefix("| ").removesuffix(" |").rsplit(" | ", len(COLUMNS))
+            for column, cell in zip(COLUMNS, cells, strict=False):
+                kind, _, number = cell.partition(" ")
+                said[column][title.partition("<br>")[0]] = Result(kind, _plain(notes.get(number, "")))
+    return said
+
+
 def _title(operation: Operation) -> str:
     """What is done, and the code for it, one line of a cell for each."""
     code = [*operation.born.splitlines(), *operation.lines]
@@ -78,6 +117,10 @@ def _cell(result: Result, notes: dict[str, int]) -> str:
 
 def _escaped(text: str) -> str:
     return text.replace("<", "&lt;").replace("*", "\\*").replace("_", "\\_")
+
+
+def _plain(text: str) -> str:
+    return re.sub(r"\\([*_])", r"\1", text).replace("&lt;", "<")
 
 
 def failures(results: dict[str, dict[str, Result]]) -> list[str]:
