@@ -95,7 +95,7 @@ def estimate(
             pipe = Pipe.of(model, settings, machine)
             costs, notes = of_stages(pipe, is_below=_is_below(settings), verified=verified)
             if machine.speeds is not None:
-                time, more = time_of_pipe(pipe, verified=verified, whole=costs.bundle > 1)
+                time, more = time_of_pipe(pipe, verified=verified, has_bundles=costs.bundle > 1)
                 notes = [*notes, *more]
         else:
             costs, notes = _of_blocks(model, settings, machine, loss, verified)
