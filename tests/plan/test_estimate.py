@@ -195,6 +195,21 @@ def test_a_plan_that_the_engine_would_refuse_says_so_with_numbers() -> None:
     assert any("would refuse to start" in note for note in report.assumptions)
 
 
+def test_secondary_shards_over_other_ranks_than_those_of_a_node_are_said() -> None:
+    def said(size: int) -> bool:
+        zero = {"stage": 3, "zero_hpz_partition_size": size}
+        config = {
+            "train_micro_batch_size_per_gpu": 1,
+            "optimizer": {"type": "SGD", "params": {}},
+            "zero_optimization": zero,
+        }
+        model = decoder("tiny", DecoderSizes(2, 32, 2, 100), 1, 8, recomputes=False)
+        notes = estimate(model, config, SimulatedMachine(ranks=SimulatedRanks(0, 8, 4))).notes
+        return any("ranks count as a node" in one for one in notes)
+
+    assert [said(size) for size in (1, 2, 4)] == [False, True, False]
+
+
 def test_reports_are_text_json_and_html() -> None:
     model = BlockModel("tiny", 2, lambda layers: Decoder(replace(SMALL, layers=layers)).to("meta"), (tokens(1, 8),))
     report = estimate(model, config(3), machine(4, device_bytes=1e9))

@@ -111,6 +111,8 @@ class GradNorm:
         seen: list[bool] = []  # by the number of the parameter: this rank has a gradient of it
         for group in self._slices.groups:
             seen += group.gradients.has_gradient
+        if (blocks := device.machine.blocks) is not None:  # as many flags as the whole model has
+            seen += [True] * (blocks.on_all((name, 1) for name in self._slices.numbers) - len(seen))
         if not all(seen):
             flags = torch.tensor(seen, dtype=torch.float64, device=device.torch_device)
         elif self._all_seen is not None and len(self._all_seen) == len(seen):

@@ -95,7 +95,7 @@ def estimate(
             pipe = Pipe.of(model, settings, machine)
             costs, notes = of_stages(pipe, is_below=_is_below(settings), verified=verified)
             if machine.speeds is not None:
-                time, more = time_of_pipe(pipe, verified=verified, whole=costs.bundle > 1)
+                time, more = time_of_pipe(pipe, verified=verified, has_bundles=costs.bundle > 1)
                 notes = [*notes, *more]
         else:
             costs, notes = _of_blocks(model, settings, machine, loss, verified)
@@ -125,6 +125,7 @@ def estimate(
         ]
     if any(takes_experts(one) for one in (model.build(1) if isinstance(model, BlockModel) else model).modules()):
         notes = [*notes, "every expert of a layer gets as many tokens as any other"]
+    notes = [*notes, *_of_secondary_shards(settings, machine)]
     notes = [*notes, *(model.assumed if isinstance(model, BlockModel) else ())]
     if time is not None and _may_wait_on_the_device(settings) and time.bounds.get("host update", 0.0) > _SLOW_HOST:
         most = human(WAITING_SHARE * machine.device_bytes)
@@ -133,6 +134,16 @@ def estimate(
     share = _active_share(model, settings, costs.num_parameters) if isinstance(model, BlockModel) else 1.0
     given = settings if isinstance(settings, dict) else {}
     return PlanReport(name, given, machine, costs, tuple(notes), time, share)
+
+
+def _of_secondary_shards(config: Any, machine: SimulatedMachine) -> list[str]:
+    """Say that ranks with secondary shards count as a node, where a node has another number of ranks."""
+    zero = config.get("zero_optimization", {}) if isinstance(config, Mapping) else {}
+    asked, here = zero.get("zero_hpz_partition_size", 1), machine.local_world_size(machine.ranks.size)
+    if not isinstance(asked, int) or asked <= 1 or asked == here or zero.get("stage") != 3:
+        return []
+    words = "bytes from one such group to another count, and take time, as bytes between nodes"
+    return [f"each {asked} ranks count as a node (zero_hpz_partition_size), and a node has {here}: {words}"]
 
 
 def _micro_steps(config: Any, machine: SimulatedMachine) -> tuple[Any, int]:

@@ -129,8 +129,8 @@ def _noting_the_end(timed: TimedEngine) -> list[float]:
     return ends
 
 
-def _of_ranks(pipe: Pipe, verified: bool, whole: bool) -> list[RankTimes]:
-    """Return the times of all ranks of a pipeline; where stages are simulated `whole`, of all their blocks."""
+def _of_ranks(pipe: Pipe, verified: bool, has_bundles: bool) -> list[RankTimes]:
+    """Return the times of all ranks of a pipeline; of all blocks where several are one unit."""
     known: dict[tuple[int, int], RankTimes] = {}
 
     def simulated(rank: int, blocks: int) -> RankTimes:
@@ -142,7 +142,7 @@ def _of_ranks(pipe: Pipe, verified: bool, whole: bool) -> list[RankTimes]:
 
     def times(rank: int) -> RankTimes:
         blocks, fewest = pipe.num_blocks(rank), fewest_blocks(pipe)
-        if whole or blocks <= fewest + 2:
+        if has_bundles or blocks <= fewest + 2:
             return simulated(like(pipe, rank), blocks)
         one, other = (simulated(like(pipe, rank), number) for number in (fewest, fewest + 1))
         if verified and not one.towards(other, 2).is_near(simulated(like(pipe, rank), fewest + 2)):
@@ -212,12 +212,12 @@ class _PipeTimes:
         return one.stage // schedule.num_ranks, one.kind, _place_of(one, schedule.last_gradients)
 
 
-def time_of_pipe(pipe: Pipe, *, verified: bool = True, whole: bool = False) -> tuple[StepTime, list[str]]:
+def time_of_pipe(pipe: Pipe, *, verified: bool = True, has_bundles: bool = False) -> tuple[StepTime, list[str]]:
     """Return the time of a step, as the rank sees it that works longest, and which rank that is.
 
-    Stages of which few blocks do not tell of all are simulated `whole`.
+    Where several blocks are one unit, stages are simulated with all of them.
     """
-    times = _PipeTimes(pipe, _of_ranks(pipe, verified, whole))
+    times = _PipeTimes(pipe, _of_ranks(pipe, verified, has_bundles))
     found, lists = simulate(pipe.schedule, times), pipe.schedule.ranks
     ends = [found.spans[ones[-1]][1] for ones in lists]
     updated = max(end + one.drain.seconds for end, one in zip(ends, times.ranks, strict=True))

@@ -107,6 +107,7 @@ def are_alike(predicted: StepCosts, found: StepCosts) -> bool:
         "largest_unit": ("", 0),
         "updated": (),
         "updates_on_device": False,
+        "bundle": 1,
     }
     exact = replace(predicted, **apart) == replace(found, **apart)
     pairs = [(predicted.peaks, found.peaks), (predicted.at_peak, found.at_peak)]

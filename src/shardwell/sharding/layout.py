@@ -11,7 +11,7 @@ a laptop computes for rank 5 of 1,024 is the layout that rank 5 will use.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import groupby
 from typing import NamedTuple
@@ -147,6 +147,7 @@ class Layout:
     num_shards: int
     numel: int  # without padding
     padded: int
+    least: int = 0  # elements that the slots stand for, of a simulation that has few of many parameters
 
     @cached_property
     def shard_numel(self) -> int:
@@ -174,6 +175,9 @@ class Layout:
         for label, group in groupby(self.pieces(index), key=lambda piece: piece.slot.label):
             pieces = tuple(group)
             found.append(ParamGroupSpan(label, pieces[0].in_shard, sum(piece.numel for piece in pieces), pieces))
+        if self.least > self.numel and found:  # those that are left out follow the last one
+            start, end = self.shard_range(index)
+            found[-1] = replace(found[-1], numel=min(end, self.least) - start - found[-1].start)
         return found
 
 
@@ -197,7 +201,7 @@ def make_layout(specs: Sequence[TensorSpec], num_shards: int, alignment: int = A
         offset += spec.numel
     needed = max(offset, least) if least else offset
     shard = round_up(-(-needed // num_shards), alignment)
-    return Layout(tuple(slots), num_shards, offset, shard * num_shards)
+    return Layout(tuple(slots), num_shards, offset, shard * num_shards, least)
 
 
 def _unravelled(index: int, shape: Sequence[int]) -> tuple[int, ...]:
