@@ -62,9 +62,9 @@ def test_a_job_trains_within_its_limit_of_memory_or_is_refused(tmp_path: Path) -
 
 
 def test_forms_of_random_models_are_what_an_engine_takes(tmp_path: Path) -> None:
-    found = run("forms", tmp_path, 6)
+    found = run("forms", tmp_path, 4)
     assert found["bad"] == []
-    assert found["outcomes"] == {"the same to the byte": 6}
+    assert found["outcomes"] == {"the same to the byte": 4}
 
 
 def test_several_runs_of_a_campaign_count_together() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shlex
 import signal
 import subprocess
 import sys
@@ -43,13 +42,33 @@ print("trained on", engine.world_size)
 """
 
 
+# Stand-ins for ssh, in Python, so that what they start may come preloaded. The first becomes the module that it is
+# asked to run, and notes for which host and how; the second starts it in the network namespace of its host.
+HERE = """
+import runpy, sys
+with open({calls!r}, "a") as file:
+    print(*sys.argv[1:], file=file)
+host, python, option, module, *arguments = sys.argv[1:]
+assert (python, option) == (sys.executable, "-m")
+sys.argv = [module, *arguments]
+runpy.run_module(module, run_name="__main__", alter_sys=True)
+"""
+IN_NAMESPACES = """
+import subprocess, sys
+sys.exit(subprocess.call([*{inside!r}[sys.argv[1]], *sys.argv[2:]]))
+"""
+
+
+def program(file: Path, text: str) -> str:
+    file.write_text(f"#!{sys.executable}{text}")
+    file.chmod(0o755)
+    return str(file)
+
+
 @pytest.fixture
 def ssh(tmp_path: Path) -> str:
     """Runs a command on this machine, and notes for which host and how."""
-    program = tmp_path / "ssh"
-    program.write_text(f'#!/bin/bash\nhost=$1; shift; echo "$host $*" >>{tmp_path}/calls; exec "$@"\n')
-    program.chmod(0o755)
-    return str(program)
+    return program(tmp_path / "ssh", HERE.format(calls=str(tmp_path / "calls")))
 
 
 def test_a_hostfile_starts_all_hosts_with_the_same_secret(tmp_path: Path, ssh: str, monkeypatch: Any) -> None:
@@ -138,14 +157,9 @@ def test_two_hosts_train_from_one_hostfile(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(TRAINS)
     (tmp_path / "hosts").write_text("".join(f"{address} slots=1\n" for address in ADDRESSES))
     with Hosts() as hosts:
-        cases = "\n".join(
-            f'{address}) exec {shlex.join(hosts.inside(number, []))} "$@" ;;'
-            for number, address in enumerate(ADDRESSES)
-        )
-        program = tmp_path / "ssh"
-        program.write_text(f"#!/bin/bash\nhost=$1; shift\ncase $host in\n{cases}\nesac\nexit 9\n")
-        program.chmod(0o755)
-        done = command("run", "--hostfile", "hosts", "--ssh", str(program), "train.py", cwd=tmp_path)
+        inside = {address: hosts.inside(number, []) for number, address in enumerate(ADDRESSES)}
+        ssh = program(tmp_path / "ssh", IN_NAMESPACES.format(inside=inside))
+        done = command("run", "--hostfile", "hosts", "--ssh", ssh, "train.py", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert sorted(done.stdout.splitlines()) == [f"{address}: trained on 2" for address in ADDRESSES]
 

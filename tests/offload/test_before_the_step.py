@@ -268,8 +268,8 @@ def check_changes(found: dict[str, list[tuple[dict[str, Any], list[bool]]]], *, 
 def test_what_is_changed_before_the_step_counts(
     ranks: Ranks, num_ranks: int, stage: int, clip: float, precision: str
 ) -> None:
-    """Each change is met at two stages, clipped at one of them and not clipped at the other."""
-    names = ["nothing", *list(CHANGES)[1 + (stage + num_ranks + (clip > 0)) % 3 :: 3]]
+    """Each change is met at two stages, clipped at one of them and not clipped at the other; a rank alone has a few."""
+    names = ["nothing", *list(CHANGES)[1 + (stage + num_ranks + (clip > 0)) % 3 :: 3]][: 3 if num_ranks == 1 else None]
     for found in ranks.run(num_ranks, all_changed, names, stage, "AdamW", clip, precision):
         check_changes(found)
 

@@ -52,7 +52,6 @@ SIZES = [
     (1, Leg(1)),
     (2, Leg(3, sequence=2)),
     (4, TENSOR),
-    (4, EXPERT),
 ]
 
 

@@ -174,6 +174,7 @@ def _request(args: Any, given: dict[str, Any]) -> dict[str, Any] | None:
     ):
         return None
     command, namespaces = _without_namespaces([os.fspath(one) for one in args])
+    command = _with_interpreter(command)
     unbuffered = command[1:2] == ["-u"]  # as torchrun starts its ranks
     del command[1 : 1 + unbuffered]
     unusual = any(given[one] is not None for one in ("gid", "gids", "uid")) or given["umask"] >= 0
@@ -202,6 +203,15 @@ def _without_namespaces(command: list[str]) -> tuple[list[str], list[str]]:
         names += [name] if (name := known[command[place]]) else []
         place += 1
     return command[place:], [f"/proc/{command[2]}/ns/{name}" for name in names]
+
+
+def _with_interpreter(command: list[str]) -> list[str]:
+    """Put this Python before a script whose first line names it, as the kernel does."""
+    line = f"#!{sys.executable}\n".encode()
+    with contextlib.suppress(OSError), open(command[0], "rb") as file:
+        if os.path.isabs(command[0]) and file.read(len(line)) == line and os.access(command[0], os.X_OK):
+            return [sys.executable, *command]
+    return command
 
 
 def _is_program(command: list[str], cwd: str) -> bool:
