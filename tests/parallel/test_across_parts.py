@@ -68,7 +68,23 @@ REFUSED: dict[str, Use] = {
     "named scores": named_scores,
     "attention": lambda block, hidden: F.scaled_dot_product_attention(*[block.first(hidden)] * 3),
     "rows": by_rows,
+    "named input": lambda block, hidden: torch.softmax(input=block.first(hidden), dim=-1),
+    "named dimension": lambda block, hidden: torch.cumsum(input=block.first(hidden), dim=-1),
+    "named pair": lambda block, hidden: (
+        F.cosine_similarity(x1=(found := block.first(hidden)), x2=-found, dim=-1) * found
+    ),
+    "named factors": lambda block, hidden: torch.matmul(input=block.first(hidden), other=torch.ones(4, 4).double()),
+    "named start": lambda block, hidden: (f := block.first(hidden)) * torch.narrow(input=f, dim=-1, start=0, length=1),
+    "named place": lambda block, hidden: block.first(hidden).transpose(dim0=1, dim1=2).softmax(1).mT,
+    "added product": lambda block, hidden: torch.baddbmm(hidden[..., :3], f := block.first(hidden), f.mT) @ f,
+    "second factor": lambda block, hidden: (torch.ones(2, 3, 4).double() @ (f := block.first(hidden)).mT) @ f,
+    "select": lambda block, hidden: (found := block.first(hidden)) * found.select(-1, 0)[..., None],
+    "unbind": lambda block, hidden: (found := block.first(hidden)) * found.unbind(-1)[0][..., None],
+    "pad": lambda block, hidden: F.pad(block.first(hidden), (1, 0))[..., :-1],
+    "max_pool": lambda block, hidden: F.max_pool1d(block.first(hidden), 3, stride=1, padding=1),
+    "instance_norm": lambda block, hidden: F.instance_norm(block.first(hidden)),
     "joined": lambda block, hidden: torch.cat([block.first(hidden), torch.tanh(block.second(hidden))], -1),
+    "joined by name": lambda block, hidden: torch.cat(tensors=[block.first(hidden), block.second(hidden)], dim=-1),
 }
 RIGHT: dict[str, Use] = {
     "gate": lambda block, hidden: F.silu(block.first(hidden)) * block.second(hidden),
@@ -124,7 +140,8 @@ def test_what_is_over_parts_is_refused_and_the_rest_follows_one_process(ranks: R
         expected[name] = {key: value.detach() for key, value in model.state_dict().items()}
     for found in ranks.run(2, uses):
         for name in REFUSED:
-            words = "joined into 2 blocks" if name == "joined" else "each of 2 ranks has a part"
+            words = "joined into 2 blocks" if name.startswith("joined") else "each of 2 ranks has a part"
+            words = "into 4 blocks" if name == "named start" else words
             assert words in found[name], name
         for name, values in expected.items():
             assert not isinstance(found[name], str), found[name]
@@ -144,6 +161,9 @@ class Words(nn.Module):
 
 LOSSES: dict[str, Callable[[Tensor, Tensor], Any]] = {
     "cross_entropy": lambda logits, targets: F.cross_entropy(logits[:, :-1].flatten(0, 1), targets[:, 1:].flatten()),
+    "named cross_entropy": lambda logits, targets: F.cross_entropy(
+        input=logits[:, :-1].flatten(0, 1), target=targets[:, 1:].flatten()
+    ),
     "logsumexp": lambda logits, targets: logits.float().logsumexp(-1),
     "argmax": lambda logits, targets: logits[:, -1].argmax(-1),
     "log_softmax": lambda logits, targets: F.log_softmax(logits.cpu() / 2.0, dim=-1),
@@ -204,7 +224,8 @@ def test_losses_over_a_part_of_the_vocabulary_are_refused_and_the_right_one_smoo
     for found in ranks.run(2, losses):
         for name, when in product(LOSSES, WHEN):
             words = found[f"{name} {when}"]
-            assert f"{name} is over the outputs of 'head.weight', of which each of 2 ranks has a part" in words, when
+            said = f"{name.removeprefix('named ')} is over the outputs of 'head.weight', of which each of 2 ranks has"
+            assert said in words, when
             assert "vocab_parallel_cross_entropy" in words
         for name, value in expected.items():
             assert found[name] == pytest.approx(value, abs=1e-12)

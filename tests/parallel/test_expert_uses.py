@@ -21,6 +21,8 @@ from tests.support.expert_models import (
     WIDTH,
     Block,
     ExpertCase,
+    ListedExperts,
+    PackedExperts,
     Router,
     on_axis,
     plainly,
@@ -226,9 +228,60 @@ def test_experts_without_tokens_behind_frozen_layers_follow_one_process(ranks: R
         assert distance(found, expected)[0] < 1e-10
 
 
+class CallsAll(ListedExperts):
+    """Calls also the experts that no token has chosen, which have gradients of zero then."""
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        found = torch.zeros_like(hidden_states)
+        for number, expert in enumerate(self):
+            token, place = (top_k_index == number).nonzero(as_tuple=True)
+            found = found.index_add(0, token, expert(hidden_states[token]) * top_k_weights[token, place, None])
+        return found
+
+
+EXPERTS = {"packed": PackedExperts, "listed": ListedExperts, "all called": CallsAll}
+
+
+def trained_without_tokens(kind: str, size: int) -> dict[str, Tensor]:
+    """Train with weight decay; all tokens go to the first two experts in the first step and to the others then."""
+    torch.manual_seed(0)
+    model: Any = Block(kind != "packed", 100.0).double()
+    model.experts.__class__ = EXPERTS[kind]
+    config = zero(2, train_micro_batch_size_per_gpu=1, shardwell={"expert_parallel_size": size})
+    config["optimizer"] = {"type": "AdamW", "params": {"lr": 0.1, "weight_decay": 0.1}}
+    engine = shardwell.initialize(model=model, config=config).engine
+    for step in range(3):
+        x = torch.randn(4, 3, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(step))
+        engine.backward(engine(x.chunk(engine.data_size)[engine.data_rank]).square().mean())
+        engine.step()
+        model.skew.copy_(model.skew.flip(0))
+    found = engine.state_dict()
+    engine.destroy(whole=False)
+    return found
+
+
+@pytest.mark.parametrize("kind", EXPERTS)
+def test_experts_without_tokens_decay_as_in_one_process(ranks: Ranks, kind: str) -> None:
+    expected = ranks.run(1, trained_without_tokens, kind, 1)[0]
+    for found in ranks.run(2, trained_without_tokens, kind, 2):
+        for name, value in expected.items():
+            assert abs(torch.as_tensor(found[name]) - torch.as_tensor(value)).max() < 1e-10, name
+
+
 def test_destroy_gives_each_rank_all_experts(ranks: Ranks) -> None:
     for found in ranks.run(2, handed_on):
         assert found == [True, "PackedExperts", True, True, "ListedExperts", True]
+
+
+class Wrapped(nn.Module):
+    """Experts whose parameters have adapters, as PEFT wraps them for `target_parameters`."""
+
+    def __init__(self, base_layer: nn.Module) -> None:
+        super().__init__()
+        self.base_layer = base_layer
+
+    def forward(self, *args: Tensor) -> Any:
+        return self.base_layer(*args)
 
 
 def words_of(what: str) -> str:
@@ -240,6 +293,11 @@ def words_of(what: str) -> str:
             shardwell.initialize(model=Router(), config={**config, "tensor_parallel": {"autotp_size": 2}})
         if what == "ranks":
             shardwell.initialize(model=Router(), config=zero(1, shardwell={"expert_parallel_size": 3}))
+        if what == "wrapped":
+            model = Router()
+            for block in model.blocks:
+                block.experts = Wrapped(block.experts)
+            shardwell.initialize(model=model, config=config)
         if what == "number":
             model = Router(listed=True)
             for block in model.blocks:
@@ -254,6 +312,7 @@ REFUSALS = {
     "none": "expert_parallel_size: 2, and the model has no experts that ranks can share",
     "tensor": "expert_parallel_size: 2 does not work with 1 pipeline stages, 2 tensor ranks and 1 replicas",
     "ranks": "cannot be divided by",
+    "wrapped": "adapters wrap the parameters of 'blocks.0.experts'",
     "number": "2 ranks cannot share the 3 experts of 'blocks.0.experts' evenly",
 }
 

@@ -223,6 +223,8 @@ def refused(case: str) -> str:
         mesh = init_device_mesh("cpu", (size, 1, 1))
     elif case == "strange name":
         mesh = init_device_mesh("cpu", (1, 1, size), mesh_dim_names=("dp", "tp", "up"))
+    elif case == "strange beside known":
+        mesh = init_device_mesh("cpu", (2, size // 2), mesh_dim_names=("dp", "tpp"))
     elif case == "device":
         mesh = DeviceMesh("cuda", torch.arange(size), _init_backend=False)
     elif case == "nothing sharded":
@@ -248,6 +250,7 @@ REFUSALS = {
     "some ranks": "does not hold each of the 4 rank",
     "three dimensions": "has 3 dimensions without names",
     "strange name": "has the dimension 'up'. Name the dimensions",
+    "strange beside known": "has the dimension 'tpp'. Name the dimensions",
     "device": "of cuda devices, and this rank trains on cpu",
     "nothing sharded": "the dimension that shards has one rank",
     "not a mesh": "expected a torch DeviceMesh, found a tuple",

@@ -362,6 +362,40 @@ def refused(config: dict[str, Any]) -> str:
     return ""
 
 
+class TooEarly:
+    """Getters that answer before Megatron has made its groups."""
+
+    def get_tensor_model_parallel_world_size(self) -> None:
+        """Return nothing."""
+
+    def get_tensor_model_parallel_rank(self) -> None:
+        """Return nothing."""
+
+
+def misused() -> list[str]:
+    engine, model = started(TensorCase(), 3)
+    words = []
+    for rank in (-1, engine.data_size):
+        try:
+            shardwell.zero.GatheredParameters(model.blocks[0].up.weight, modifier_rank=rank)
+        except ShardwellError as error:
+            words.append(str(error))
+    engine.destroy(whole=False)
+    try:
+        shardwell.initialize(model=Decoder(), config=zero(1), mpu=TooEarly())
+    except ShardwellError as error:
+        words.append(str(error))
+    return words
+
+
+def test_numbers_of_ranks_that_cannot_be_are_refused(ranks: Ranks) -> None:
+    for before, behind, mpu in ranks.run(4, misused):
+        for words in (before, behind):
+            assert "2 rank(s) share a parameter" in words
+            assert "pass a number from 0 to 1" in words
+        assert "get_tensor_model_parallel_world_size() answers None, where a number is expected" in mpu
+
+
 def all_refused(configs: list[dict[str, Any]]) -> list[str]:
     return [refused(config) for config in configs]
 

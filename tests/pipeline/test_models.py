@@ -128,6 +128,35 @@ def called_by_hand(folder: str) -> list[str]:
     return words
 
 
+class Learned(nn.Module):
+    """A loss with a temperature that is trained."""
+
+    def __init__(self, is_frozen: bool) -> None:
+        super().__init__()
+        self.temperature = nn.Parameter(torch.ones(()), requires_grad=not is_frozen)
+
+    def forward(self, logits: Tensor, labels: Tensor) -> Tensor:
+        return next_token_loss(logits * self.temperature, labels)
+
+
+def with_learned_loss() -> str:
+    model = shardwell.pipeline.split(chain(2), loss_fn=Learned(is_frozen=True))
+    shardwell.initialize(model=model, config=pipeline_config(1, "1f1b")).engine.destroy(whole=False)
+    try:
+        shardwell.initialize(
+            model=shardwell.pipeline.split(chain(2), loss_fn=Learned(is_frozen=False)),
+            config=pipeline_config(1, "1f1b"),
+        )
+    except ConfigError as error:
+        return str(error)
+    return "nothing was refused"
+
+
+def test_a_loss_with_parameters_of_its_own_is_refused(ranks: Ranks) -> None:
+    for words in ranks.run(2, with_learned_loss):
+        assert "loss_fn is a Learned with parameters of its own ('temperature')" in words
+
+
 def test_a_stage_is_neither_called_nor_saved_as_the_model(ranks: Ranks, tmp_path: Path) -> None:
     for called, saved in ranks.run(2, called_by_hand, str(tmp_path)):
         assert "this rank has one stage of it: call engine.train_batch(iterator)" in called
@@ -236,6 +265,13 @@ def frozen() -> nn.Module:
     return model
 
 
+def in_place() -> nn.Module:
+    """A model whose stages begin with a layer that changes its input in place."""
+    model = chain()
+    parts = [one for block in list(model)[1:-1] for one in (nn.ReLU(inplace=True), block)]
+    return nn.Sequential(model[0], *parts, model[-1])
+
+
 def hooked() -> nn.Module:
     """A model whose gradients the user's hooks change."""
     model = chain()
@@ -252,6 +288,8 @@ UNUSUAL: dict[str, tuple[Callable[[], nn.Module], dict[str, Any]]] = {
     "hooked late": (hooked, {"pipeline": {"stages": 2, "schedule": "zb-h1"}}),
     "frozen": (frozen, {}),
     "host": (lambda: Decoder(tied=True), {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}),
+    "in place": (in_place, {}),
+    "in place late": (in_place, {"pipeline": {"stages": 2, "schedule": "zb-h1"}}),
     "names": (chain, {}),
     "more rows": (chain, {}),
 }
@@ -260,7 +298,7 @@ UNUSUAL: dict[str, tuple[Callable[[], nn.Module], dict[str, Any]]] = {
 def train_unusual() -> dict[str, list[float]]:
     found = {}
     for name, (build, extra) in UNUSUAL.items():
-        at = ["2"] if name == "names" else "auto"
+        at = {"names": ["2"], "in place": ["5"], "in place late": ["5"]}.get(name, "auto")
         model = shardwell.pipeline.split(made(build), at=at, loss_fn=next_token_loss)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         config = {key: value for key, value in pipeline_config(3, "1f1b").items() if key != "optimizer"}

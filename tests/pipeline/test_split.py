@@ -13,7 +13,9 @@ from torch import Tensor, nn
 from shardwell.compat.deepspeed_api.topology import ProcessTopology
 from shardwell.errors import ConfigError, ShardwellError
 from shardwell.pipeline import LayerSpec, PipelineModule, split
+from shardwell.pipeline.messages import HiddenForm
 from shardwell.pipeline.partition import LayerCost, divide
+from shardwell.pipeline.passage import PassThrough
 from shardwell.pipeline.stage_modules import StageModules
 from tests.support.pipelines import LENGTH, VOCABULARY, WIDTH, Block, Decoder, chain
 
@@ -121,6 +123,19 @@ def test_a_tied_parameter_keeps_its_first_name_where_its_layer_is_not() -> None:
     assert "tokens.weight" in names
     assert "head.weight" not in names
     assert divided.model.head.weight is divided.model.tokens.weight
+
+
+def test_a_container_of_another_stage_is_not_looked_into() -> None:
+    elsewhere: Any = PassThrough().stand_for(nn.ModuleDict({"default": nn.Linear(2, 2)}), "prompts", nn.Module())
+    for use in (lambda: elsewhere["default"], lambda: list(elsewhere), lambda: len(elsewhere)):
+        with pytest.raises(ShardwellError, match="the model uses 'prompts' of a module that another stage has"):
+            use()
+    assert elsewhere  # a module that is there
+
+
+def test_what_cannot_be_sent_is_named() -> None:
+    with pytest.raises(ShardwellError, match="stage 1 of the pipeline returned a tuple of Tensor, NoneType"):
+        HiddenForm.of((torch.zeros(2), None), 1)
 
 
 class TwoLists(nn.Module):

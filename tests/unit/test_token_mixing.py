@@ -55,6 +55,19 @@ MIXES = {
     "einsum": lambda x: torch.einsum("bqd,bkd->bqk", x, x),
     "recurrent": lambda x: GRU(x)[0],
     "causal convolution": lambda x: CONVOLUTION(F.pad(x.mT, (2, 0))),
+    "named input": lambda x: torch.cumsum(input=x.requires_grad_(), dim=1),
+    "named factors": lambda x: torch.matmul(input=heads(x), other=heads(x).mT),
+    "added scores": lambda x: torch.baddbmm(torch.zeros(1, 1, 1), x, x.mT),
+    "any rows": lambda x: torch.einsum("...qd,...kd->...qk", x, x),
+    "linear attention": lambda x: x.requires_grad_() @ (x.mT @ x),
+    "linear attention by letters": lambda x: torch.einsum("btd,bte->bde", x.requires_grad_(), x),
+    "pooling": lambda x: F.max_pool1d(x.mT, 3, 1, 1),
+    "norm of channels": lambda x: F.instance_norm(x.mT),
+    "unit length": lambda x: F.normalize(x.requires_grad_(), dim=1),
+    "transform": lambda x: torch.fft.fft(x.requires_grad_(), dim=1),
+    "shift": lambda x: F.pad(x.requires_grad_(), (0, 0, 1, 0))[:, :-1],
+    "shift by joining": lambda x: torch.cat([torch.zeros(ROWS, 1, WIDTH), x.requires_grad_()[:, :-1]], dim=1),
+    "prompt": lambda x: torch.cat([torch.zeros(ROWS, 3, WIDTH), x.requires_grad_()], dim=1),
     "padded convolution": lambda x: F.conv1d(x.mT, CONVOLUTION.weight, None, 1, 1),
 }
 MAY = {
@@ -64,6 +77,9 @@ MAY = {
     "heads of a token": lambda x: x.unflatten(-1, (2, -1)) @ x.unflatten(-1, (2, -1)).mT,
     "kernel of one": lambda x: F.conv1d(x.mT, torch.ones(WIDTH, WIDTH, 1)),
     "experts": lambda x: torch.einsum("bsec,bsm->becm", torch.ones(ROWS, TOKENS, 4, 3), x),
+    "chunks": lambda x: torch.cat([one * 2 for one in x.requires_grad_().chunk(2, dim=1)], dim=1),
+    "choice of experts": lambda x: torch.einsum("bte,bted->btd", x.softmax(-1), x[..., None] * torch.ones(4)),
+    "weights of heads": lambda x: x[:, :, None].softmax(-1) @ torch.ones(WIDTH, 3),
     "several": lambda x: torch.einsum("bsd,bsd->bs", x, x),
 }
 

@@ -143,6 +143,8 @@ def plan_pipeline(
             "pipeline: an earlier engine has divided this model, and the layers of other ranks are gone: build it "
             "again, and load the checkpoint of that engine"
         )
+    loss_fn = divided.__dict__["loss_fn"]
+    _check_loss(loss_fn, model)
     borders = divided.borders(num_ranks * chunks, block.partition)
     check_alike(roles.all, "initialize", before_dividing(divided, borders))
     whole = list(model.parameters())
@@ -155,10 +157,21 @@ def plan_pipeline(
     late = LateWeights(modules) if block.schedule == "zb-h1" else None
     if interval:
         modules.recompute(activation_checkpointing.checkpoint)
-    loss_fn = divided.__dict__["loss_fn"]
     _say_costs(settings, context)
     context = replace(context, tied=_tie(modules, divided, context))
     return PipelinePlan(context, modules, messages, loss_fn, rank, num_ranks, dropped, late)
+
+
+def _check_loss(loss_fn: Any, model: nn.Module) -> None:
+    """Raise if a loss has parameters of its own, which no stage would train."""
+    known = {id(parameter) for parameter in model.parameters()}
+    inside = loss_fn.named_parameters() if isinstance(loss_fn, nn.Module) else ()
+    own = [name for name, parameter in inside if parameter.requires_grad and id(parameter) not in known]
+    if own:
+        raise ConfigError(
+            f"pipeline: loss_fn is a {type(loss_fn).__name__} with parameters of its own ('{own[0]}'), which belong to "
+            "no stage and would not be trained: make them a part of the last layer, or freeze them"
+        )
 
 
 def _check_layout(grid: Grid) -> None:

@@ -33,6 +33,7 @@ class ExpertShare:
     num_experts: int  # on all ranks
     axis: ModelAxis | None  # None once the engine has ended
     listed: nn.ModuleList | None = None  # the experts, if they are listed
+    calls_all: bool = False  # the module's own forward calls also those listed experts that no token has chosen
 
 
 class ParallelExperts(nn.Module):
@@ -57,11 +58,18 @@ class ParallelExperts(nn.Module):
     def _computed(self, rows: Tensor, experts: Tensor) -> Tensor:
         """Return what this rank's experts compute, which has a gradient on all ranks alike, also without any rows."""
         compute = self._compute_packed if self.share.listed is None else self._compute_listed
-        found = compute(rows, experts) if len(rows) else rows
+        found = compute(rows, experts) if len(rows) or self.share.calls_all else self._untouched(rows)
         if found.requires_grad or not torch.is_grad_enabled():
             return found
         is_trained = any(parameter.requires_grad for parameter in self.parameters())
         return found.detach().requires_grad_() if is_trained else found
+
+    def _untouched(self, rows: Tensor) -> Tensor:
+        """Return no rows; the packed experts get a gradient of zero by them, as experts of one tensor always do."""
+        if self.share.listed is None:
+            for parameter in self.parameters(recurse=False):
+                rows = rows + parameter.flatten()[:0].sum().to(rows.dtype)
+        return rows
 
     def _compute_packed(self, rows: Tensor, experts: Tensor) -> Tensor:
         """Call the module's own forward with its own experts, each row with one of them and a weight of one."""
@@ -77,7 +85,7 @@ class ParallelExperts(nn.Module):
         parts, places = [], []
         for number in range(per_rank):
             at = _places(experts, number, per_rank)
-            if len(at):
+            if len(at) or share.calls_all:
                 parts.append(share.listed[share.axis.rank * per_rank + number](rows[at]))
                 places.append(at)
         if not parts:
@@ -109,6 +117,40 @@ def listed_experts(module: nn.Module) -> nn.ModuleList | None:
     lists = [child for child in module.children() if isinstance(child, nn.ModuleList)]
     others = [child for child in module.children() if any(True for _ in child.parameters())]
     return lists[0] if len(lists) == 1 and others == lists else None
+
+
+class _Called(nn.Module):
+    """Stands for an expert, and notes that it is called."""
+
+    was_called = False
+
+    def forward(self, rows: Tensor) -> Tensor:
+        self.was_called = True
+        return rows
+
+
+@torch.no_grad()
+def calls_all(module: nn.Module, listed: nn.ModuleList) -> bool:
+    """Return whether the forward of a module calls also those of its listed experts that no token has chosen.
+
+    They have gradients of zero then, by which an optimizer with momentum or weight decay changes them; otherwise they
+    have none. The forward is tried with one token and without the experts themselves.
+    """
+    experts, buffers = dict(listed._modules), {one: one.clone() for one in module.buffers()}
+    width = next((one.shape[-1] for one in listed.parameters() if one.ndim), 1)
+    stand_ins = {name: _Called() for name in experts}
+    token, expert = torch.zeros(1, width), torch.zeros(1, 1, dtype=torch.int64)
+    try:
+        listed._modules.update(stand_ins)
+        with torch.random.fork_rng(devices=[]):
+            type(module).forward(module, token, expert, torch.ones(1, 1))
+    except Exception:  # it needs other tokens, or more of its experts than their calls
+        return False
+    finally:
+        listed._modules.update(experts)
+        for buffer, before in buffers.items():
+            buffer.copy_(before)
+    return all(one.was_called for one in stand_ins.values())
 
 
 def become(module: nn.Module, share: ExpertShare) -> None:

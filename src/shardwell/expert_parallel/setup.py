@@ -14,6 +14,7 @@ from shardwell.expert_parallel.layers import (
     ExpertShare,
     ParallelExperts,
     become,
+    calls_all,
     listed_experts,
     restore,
     takes_experts,
@@ -92,8 +93,14 @@ def _share(name: str, module: nn.Module, axis: ModelAxis, cut: Callable[..., Non
     listed = listed_experts(module)
     own = dict(module.named_parameters(recurse=False))
     number = len(listed) if listed is not None else next(iter(own.values())).shape[0]
+    if name.rpartition(".")[2] == "base_layer":
+        raise ConfigError(
+            f"{_KEY}: adapters wrap the parameters of '{name.partition('.base_layer')[0]}' (target_parameters of "
+            "PEFT), and are of all its experts, of which a rank would have some: adapt other layers, or use 1"
+        )
     if number % axis.size:
         raise ConfigError(f"{_KEY}: {axis.size} ranks cannot share the {number} experts of '{name}' evenly")
+    calls_every = listed is not None and calls_all(module, listed)
     if listed is None:
         for inner, parameter in own.items():
             part = TensorPart(tuple(parameter.shape), 0, axis.size, axis.rank)
@@ -106,7 +113,7 @@ def _share(name: str, module: nn.Module, axis: ModelAxis, cut: Callable[..., Non
             for inner, parameter in expert.named_parameters():
                 part = TensorPart(tuple(parameter.shape), 0, axis.size, axis.rank, owner=place * axis.size // number)
                 cut(f"{name}.{place}.{inner}", parameter, part)
-    become(module, ExpertShare(name, number, axis, listed))
+    become(module, ExpertShare(name, number, axis, listed, calls_every))
 
 
 @torch.no_grad()

@@ -7,6 +7,7 @@ links.
 from __future__ import annotations
 
 import json
+import operator
 from typing import Any
 
 import torch
@@ -72,7 +73,7 @@ def grid_of_mesh(mesh: DeviceMesh, num_ranks: int, device: torch.device) -> Grid
 def _axes_of(names: tuple[str, ...], num_dims: int, shown: str) -> list[str]:
     """Return the axis that each dimension is."""
     known = [_NAMES.get(name) for name in names]
-    if not any(axis in _MODEL for axis in known):
+    if not any(axis in _MODEL for axis in known) and (num_dims == 1 or None not in known or not any(known)):
         if num_dims == 1:
             return ["shard"]
         if num_dims == 2:
@@ -131,6 +132,18 @@ def _asked(mpu: Any) -> tuple[dict[str, int], dict[str, int]]:
             # DeepSpeed's own module has the sequence axis under the name of the model axis, too.
             is_sequence = axis == "tensor" and size == getattr(mpu, "get_sequence_parallel_world_size", None)
             if size is not None and rank is not None and not is_sequence:
-                sizes[axis], position[axis] = int(size()), int(rank())
+                sizes[axis], position[axis] = _number(mpu, name, "world_size"), _number(mpu, name, "rank")
                 break
     return sizes, position
+
+
+def _number(mpu: Any, name: str, what: str) -> int:
+    """Return what one of the getters of `mpu` answers."""
+    answer = getattr(mpu, f"get_{name}_{what}")()
+    try:
+        return operator.index(answer)
+    except TypeError:
+        raise ShardwellError(
+            f"initialize(mpu=...): get_{name}_{what}() answers {answer!r}, where a number is expected: make Megatron's "
+            "groups (initialize_model_parallel) before initialize"
+        ) from None

@@ -14,6 +14,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 
+from shardwell.errors import ShardwellError
 from shardwell.memory.local_gpus import num_gpus
 from shardwell.memory.machine import current_machine
 from shardwell.parallel.attendance import await_all_ranks
@@ -235,7 +236,10 @@ def start_process_group(device: torch.device, timeout: timedelta | None = None) 
 
     Without a launcher (no RANK in the environment) the process remains single.
     """
-    if dist.is_initialized() or "RANK" not in os.environ or current_machine().ranks is not None:
+    if dist.is_initialized() or current_machine().ranks is not None:
+        return False
+    _check_environment()
+    if "RANK" not in os.environ:
         return False
     await_all_ranks(timeout)
     backend = "nccl" if device.type == "cuda" and _one_gpu_each() else "gloo"
@@ -245,6 +249,36 @@ def start_process_group(device: torch.device, timeout: timedelta | None = None) 
         else:
             dist.init_process_group(backend, timeout=timeout)
     return True
+
+
+def _check_environment() -> None:
+    """Raise if the launcher's variables are no numbers, miss each other or contradict each other."""
+    found: dict[str, int] = {}
+    for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"):
+        if name in os.environ:
+            try:
+                found[name] = int(os.environ[name])
+            except ValueError:
+                raise ShardwellError(f"the environment has {name}={os.environ[name]!r}: expected a number") from None
+    rank, size = found.get("RANK"), found.get("WORLD_SIZE", 1)
+    if rank is None and size > 1:
+        raise ShardwellError(
+            f"the environment has WORLD_SIZE={size} and no RANK: each process would train alone. Start ranks by "
+            "`shardwell run` or torchrun, or set RANK in each; unset WORLD_SIZE for a single process"
+        )
+    if rank is None:
+        return
+    missing = [name for name in ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
+    if missing:
+        raise ShardwellError(
+            f"the environment has RANK={rank} and no {' and '.join(missing)}: start ranks by `shardwell run` or "
+            "torchrun, or set all of RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT; unset RANK for a single process"
+        )
+    if not 0 <= rank < size or not 0 <= found["MASTER_PORT"] < 1 << 16:
+        raise ShardwellError(
+            f"the environment has RANK={rank}, WORLD_SIZE={size} and MASTER_PORT={found['MASTER_PORT']}: ranks count "
+            "from 0 to one below WORLD_SIZE, and ports end at 65535"
+        )
 
 
 def _one_gpu_each() -> bool:

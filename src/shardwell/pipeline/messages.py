@@ -67,9 +67,10 @@ class HiddenForm:
         """Return the form of what a stage returned; raise if it cannot be sent."""
         tensors = (hidden,) if isinstance(hidden, Tensor) else hidden
         if not isinstance(tensors, tuple) or not all(isinstance(tensor, Tensor) for tensor in tensors):
+            inside = f" of {', '.join(type(one).__name__ for one in tensors)}" if isinstance(tensors, tuple) else ""
             raise ShardwellError(
-                f"stage {stage} of the pipeline returned a {type(hidden).__name__}; a tensor, or a tuple of tensors, "
-                "can be sent to the next stage"
+                f"stage {stage} of the pipeline returned a {type(hidden).__name__}{inside}; a tensor, or a tuple of "
+                "tensors, can be sent to the next stage"
             )
         forms = tuple(TensorForm.of(tensor) for tensor in tensors)
         strange = [str(form.dtype) for form in forms if form.dtype not in _DTYPES]

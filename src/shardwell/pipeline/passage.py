@@ -8,7 +8,7 @@ them, no embedding that later layers read. Where a model does that, it is an err
 from __future__ import annotations
 
 import weakref
-from typing import Any, Self
+from typing import Any, NoReturn, Self
 
 import torch
 from torch import Tensor, nn
@@ -231,6 +231,22 @@ class Elsewhere(nn.Module):
             if "stands_for" not in here or name.startswith("__"):
                 raise
             raise ElsewhereError(_elsewhere(f"{here['stands_for']}.{name}")) from None
+
+    def __getitem__(self, key: Any) -> NoReturn:
+        """Refuse to look into a container, such as a ModuleDict, that another stage has."""
+        raise ElsewhereError(_elsewhere(self.__dict__.get("stands_for", "")))
+
+    def __iter__(self) -> NoReturn:
+        """Refuse to go through a container that another stage has."""
+        self.__getitem__(0)
+
+    def __len__(self) -> NoReturn:
+        """Refuse to count what is in a container that another stage has."""
+        self.__getitem__(0)
+
+    def __bool__(self) -> bool:
+        """Return True, as a module does that is no container."""
+        return True
 
 
 class PassThrough(Elsewhere):

@@ -48,6 +48,25 @@ class StageWorker(Protocol):
         """Add an operation to the trace, if one is recorded."""
 
 
+class _Beginning(torch.autograd.Function):
+    """Hands on what a stage received: its first layer may change it in place, which torch allows with no leaf."""
+
+    @staticmethod
+    def forward(ctx: Any, received: Tensor) -> Tensor:
+        """Return the same memory. Nothing else reads it, so changes of it need not be counted."""
+        return received.data
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        """Return the gradient as it is."""
+        return gradients[0]
+
+
+def _begun(received: Tensor) -> Tensor:
+    found: Tensor = _Beginning.apply(received)  # type: ignore[no-untyped-call]
+    return found
+
+
 @dataclass
 class PassState:
     """A forward of a stage, until its backward."""
@@ -202,17 +221,19 @@ class PipelineRunner:
             tensors, form = arrival.wait(), arrival.form
             self.modules.passage.wraps = form.wraps
             is_tuple = form.is_tuple
-        if trains:
-            for tensor in form.differentiable(tensors):
-                tensor.requires_grad_(True)
-        return tensors, tuple(tensors) if is_tuple else tensors[0]
+        if not trains:
+            return tensors, tuple(tensors) if is_tuple else tensors[0]
+        for tensor in form.differentiable(tensors):
+            tensor.requires_grad_(True)
+        begun = tuple(_begun(tensor) if tensor.requires_grad else tensor for tensor in tensors)
+        return tensors, begun if is_tuple else begun[0]
 
     def _send(self, run: BatchRun, one: Operation, output: Hidden) -> tuple[list[Tensor], HiddenForm]:
         """Send the hidden state to the next stage; return its tensors that have gradients, and its form."""
         tensors = [output] if isinstance(output, Tensor) else list(output)
         if self._messages is None:
             form = HiddenForm.of(output, one.stage)
-            ahead = [tensor.detach() for tensor in tensors]
+            ahead = [tensor.detach().clone() for tensor in tensors]  # which the next stage may change in place
             for tensor, single in zip(ahead, form.tensors, strict=True):
                 tensor.requires_grad_(single.requires_grad)
             run.local[one.stage + 1, one.micro_batch, True] = ahead

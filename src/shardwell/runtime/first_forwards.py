@@ -17,6 +17,24 @@ from shardwell.runtime.aborted_forwards import AbortHook
 
 _FORWARDS = 2  # of each kind, that are looked at
 _MOST_KINDS = 64
+# The names under which torch's functions take tensors, in the order in which they take them.
+_OPERANDS = (
+    *("input", "self", "tensors", "tensor", "query", "key", "value", "x", "a", "x1", "batch1", "mat1", "weight"),
+    *("other", "batch2", "mat2", "vec2", "vec", "tensor2", "target", "x2", "b", "bias"),
+)
+
+
+def name_of(func: Any) -> str:
+    """Return the name of one of torch's functions, or of the attribute that is read (`mT`, say)."""
+    name: str = getattr(func, "__name__", "")
+    return getattr(getattr(func, "__self__", None), "__name__", name) if name == "__get__" else name
+
+
+def positional(args: tuple[Any, ...], given: Mapping[str, Any]) -> tuple[Any, ...]:
+    """Return the arguments of one of torch's functions with those tensors behind them that are given by name."""
+    if not given:
+        return args
+    return (*args, *(given[name] for name in _OPERANDS if name in given))
 
 
 class KindsOfForward:
@@ -78,7 +96,7 @@ class FirstForwards(TorchFunctionMode):
         """Return words for an operation that has failed, or None if they would say no more than the error."""
         return None
 
-    def after(self, name: str, args: tuple[Any, ...], found: Any) -> None:
+    def after(self, name: str, args: tuple[Any, ...], given: dict[str, Any], found: Any) -> None:
         """Look at what an operation has returned."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -86,15 +104,16 @@ class FirstForwards(TorchFunctionMode):
         given = kwargs or {}
         if torch.compiler.is_compiling():
             return func(*args, **given)
-        name = getattr(func, "__name__", "")
-        self.before(name, args, given)
+        name = name_of(func)
+        seen = positional(args, given)
+        self.before(name, seen, given)
         try:
             found = func(*args, **given)
         except RuntimeError as error:
-            if (words := self.explain(name, args, error)) is None:
+            if (words := self.explain(name, seen, error)) is None:
                 raise
             raise ShardwellError(words) from error
-        self.after(name, args, found)
+        self.after(name, seen, given, found)
         return found
 
 

@@ -21,12 +21,16 @@ from shardwell.runtime.aborted_forwards import AbortHook
 from shardwell.runtime.first_forwards import FirstForwards
 
 _PRODUCTS = ("matmul", "__matmul__", "bmm", "einsum")
+_JOINING = ("cat", "concat", "concatenate")
+_ADDED_PRODUCTS = ("baddbmm", "addbmm")
 _RECURRENT = ("lstm", "gru", "rnn_tanh", "rnn_relu")
 # By name, the place of the dimension among the arguments behind the tensor.
 _ALONG = {
     **dict.fromkeys(("cumsum", "cumprod", "logcumsumexp", "softmax", "log_softmax", "sort", "argsort", "flip"), 0),
-    **dict.fromkeys(("roll", "diff"), 1),
+    **dict.fromkeys(("cummax", "cummin", "logsumexp"), 0),
+    **dict.fromkeys(("roll", "diff", "normalize", "topk", "kthvalue", "fft_fft", "fft_rfft", "fft_ifft"), 1),
 }
+_OVER_LAST = ("avg_pool1d", "max_pool1d", "max_pool1d_with_indices", "instance_norm", "group_norm")  # width, tokens
 _SUMS = ("mean", "sum", "prod", "var", "std", "amax", "amin", "max", "min")  # of all values without a dimension
 _TOKENS = 1  # the dimension of tokens in hidden states: rows, tokens, width
 _num_whole = 0  # modules and functions that run on whole sequences now
@@ -80,7 +84,7 @@ class TokenMixingCheck(FirstForwards):
         if _num_whole or (mine := self._num_tokens()) is None:
             return
         is_of_batch = name == "batch_norm" and (given.get("training") or (len(args) > 5 and args[5] is True))
-        tokens = mine if is_of_batch else _mixed_tokens(name, args, given)
+        tokens = mine if is_of_batch or _sums_products(name, args, mine) else _mixed_tokens(name, args, given)
         if self._sees_sums and name in _SUMS and args and isinstance(args[0], Tensor):
             tokens = _tokens_along(0, args, given)
         if tokens == mine:
@@ -93,7 +97,9 @@ def _mixed_tokens(name: str, args: tuple[Any, ...], given: dict[str, Any]) -> in
     if name == "scaled_dot_product_attention":
         key = tensors[1] if len(tensors) > 1 else given.get("key")
         return key.shape[-2] if isinstance(key, Tensor) else None
-    if name in _PRODUCTS and len(tensors) > 1:
+    if name in _ADDED_PRODUCTS:
+        tensors = tensors[1:]
+    if name in (*_PRODUCTS, *_ADDED_PRODUCTS) and len(tensors) > 1:
         return _crossed(tensors[0], tensors[1], args[0] if name == "einsum" else None)
     if name == "multi_head_attention_forward" and len(tensors) > 1:  # tokens are the first dimension
         return tensors[1].shape[0]
@@ -103,11 +109,30 @@ def _mixed_tokens(name: str, args: tuple[Any, ...], given: dict[str, Any]) -> in
         padding = given.get("padding", args[4] if len(args) > 4 else 0)
         before = tensors[1].shape[-1] - 1 if padding in (0, (0,), "valid") else 0  # padded by the model itself
         return tensors[0].shape[-1] - before
+    if name == "pad" and tensors and tensors[0].ndim == 3 and tensors[0].requires_grad:
+        pad = given.get("pad", args[1] if len(args) > 1 else ())
+        return tensors[0].shape[_TOKENS] if any(pad[2:4]) else None
+    if name in _JOINING and isinstance(args[0], tuple | list):
+        return _joined_tokens(args[0], given.get("dim", args[1] if len(args) > 1 else 0))
     if name in _ALONG and tensors and tensors[0] is args[0]:
         return _tokens_along(_ALONG[name], args, given)
+    if name in _OVER_LAST and tensors and tensors[0].ndim == 3:
+        return tensors[0].shape[-1]
     if name in _RECURRENT and tensors and tensors[0].ndim == 3:
         return tensors[0].shape[int(args[-1] is True)]  # the last argument is `batch_first`
     return None
+
+
+def _joined_tokens(values: tuple[Any, ...] | list[Any], dim: Any) -> int | None:
+    """Return the tokens of hidden states that are joined along the sequence with values that are none.
+
+    Zeros before all tokens but the last shift them; a prompt before all tokens would be before those of each rank.
+    """
+    hidden = [one for one in values if isinstance(one, Tensor) and one.ndim == 3 and one.requires_grad]
+    if dim not in (_TOKENS, -2) or not hidden or len(values) == len(hidden) or not torch.is_grad_enabled():
+        return None
+    most = max(one.shape[_TOKENS] for one in hidden)
+    return most + 1 if most + 1 == sum(one.shape[_TOKENS] for one in values) else most
 
 
 def _tokens_along(place: int, args: tuple[Any, ...], given: dict[str, Any]) -> int | None:
@@ -132,10 +157,40 @@ def _crossed(left: Tensor, right: Tensor, equation: str | None) -> int | None:
     if equation is None:
         is_batched = left.ndim > 3 and left.shape[-3] == left.shape[-2]  # over tokens, perhaps
         return left.shape[-2] if left.shape[-2] == right.shape[-1] and not is_batched else None
-    inputs, arrow, result = equation.replace(" ", "").partition("->")
-    first, _, second = inputs.partition(",")
-    if not arrow or "." in equation:
-        return None
-    mine = {left.shape[first.index(one)] for one in set(first) & set(result) - set(second)}
-    theirs = {right.shape[second.index(one)] for one in set(second) & set(result) - set(first)}
+    first, second, result = _letters(equation)
+    mine = {left.shape[first.index(one) - len(first)] for one in set(first) & set(result) - set(second)}
+    theirs = {right.shape[second.index(one) - len(second)] for one in set(second) & set(result) - set(first)}
     return max(mine & theirs, default=None)
+
+
+def _letters(equation: str) -> tuple[str, str, str]:
+    """Return the letters of an equation of two operands and its result; empty texts if it is not one of these."""
+    inputs, arrow, result = equation.replace(" ", "").partition("->")
+    operands = [one.removeprefix("...") for one in inputs.split(",")]
+    if not arrow or len(operands) != 2 or "." in "".join(operands):
+        return "", "", ""
+    return operands[0], operands[1], result.removeprefix("...")
+
+
+def _sums_products(name: str, args: tuple[Any, ...], num_tokens: int) -> bool:
+    """Return whether an operation sums products of activations over tokens, as linear attention does."""
+    tensors = [one for one in args[:3] if isinstance(one, Tensor)]
+    if name not in _PRODUCTS or len(tensors) != 2 or any(_is_no_activation(one) for one in tensors):
+        return False
+    left, right = tensors
+    if name != "einsum":  # keys that were transposed, and values
+        is_transposed = left.stride(-2) == 1 < left.shape[-2] and right.stride(-1) == 1
+        return is_transposed and left.shape[-1] == right.shape[-2] == num_tokens
+    first, second, result = _letters(args[0]) if isinstance(args[0], str) else ("", "", "")
+    if (len(first), len(second)) != (left.ndim, right.ndim):
+        return False
+    places = [(first.index(one), second.index(one)) for one in set(first) & set(second) - set(result)]
+    return any(
+        left.shape[at] == num_tokens and at in (_TOKENS, left.ndim - 2) and other in (_TOKENS, right.ndim - 2)
+        for at, other in places
+    )
+
+
+def _is_no_activation(tensor: Tensor) -> bool:
+    """Return whether a tensor is none, or one that sends tokens to their experts, through which nothing is trained."""
+    return tensor.ndim < 3 or isinstance(tensor, nn.Parameter) or not tensor.requires_grad

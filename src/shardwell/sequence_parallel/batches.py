@@ -11,6 +11,7 @@ from torch import Tensor
 
 from shardwell.errors import ShardwellError
 from shardwell.sequence_parallel.binding import SequenceBinding, binding_of
+from shardwell.sequence_parallel.positions import positions_of
 
 IGNORED = -100  # a label that is not counted
 
@@ -25,8 +26,9 @@ def shard_batch(
     """Return this rank's part of a batch of whole rows, which the ranks of the sequence axis must have alike.
 
     `model` is the engine or its model. Tensors of shape (rows, tokens, ...) are cut. `labels` are moved by one token
-    before, and become `shift_labels`: entry i is what token i predicts. `position_ids` are added if there are none.
-    Sequences whose length the ranks do not divide are padded if there is a `pad_token_id`. With labels there is
+    before, and become `shift_labels`: entry i is what token i predicts. `position_ids` are added if there are none, as
+    the model counts them (OPT and RoBERTa leave padding out). Sequences whose length the ranks do not divide are padded
+    if there is a `pad_token_id`. With labels there is
     `num_items_in_batch`: a sum of losses divided by it, averaged over the ranks as an engine does with gradients, is
     the mean over the tokens of all ranks. Pass it, from `count_tokens`, for the mean over all micro-batches of a step.
     """
@@ -42,7 +44,7 @@ def shard_batch(
         )
     if "position_ids" not in whole:
         first = whole["input_ids"] if "input_ids" in whole else next(_tensors_of(whole, length))
-        whole["position_ids"] = torch.arange(length, device=first.device).expand(first.shape[0], -1)
+        whole["position_ids"] = positions_of(binding.model, whole, first, length)
     if whole.get("labels") is not None:
         whole["shift_labels"] = F.pad(whole["labels"][..., 1:], (0, 1), value=IGNORED)
     found = {key: _cut(value, length, binding) for key, value in whole.items()}

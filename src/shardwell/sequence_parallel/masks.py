@@ -40,8 +40,13 @@ class WholeTokens:
 
 
 @torch.no_grad()
-def gather_tokens(axis: ModelAxis, positions: Tensor | None, padding: Tensor | None, num_tokens: int) -> WholeTokens:
-    """Gather positions and padding (batch, tokens) over the axis; each of them is given on all ranks or on none."""
+def gather_tokens(
+    axis: ModelAxis, positions: Tensor | None, padding: Tensor | None, num_tokens: int, pads_at: int | None = None
+) -> WholeTokens:
+    """Gather positions and padding (batch, tokens) over the axis; each of them is given on all ranks or on none.
+
+    Padding that is at the position `pads_at`, before and between tokens that count on, begins no document.
+    """
     given = [one.to(torch.int64) for one in (positions, padding) if one is not None]
     if not given:
         return WholeTokens(num_tokens * axis.size, None, None)
@@ -54,6 +59,8 @@ def gather_tokens(axis: ModelAxis, positions: Tensor | None, padding: Tensor | N
     if positions is not None:
         at = whole.pop(0)
         breaks = torch.diff(at, dim=-1) != 1
+        if pads_at is not None and bool(((at == pads_at) | (at == (at != pads_at).cumsum(-1) + pads_at)).all()):
+            breaks = torch.zeros_like(breaks)
         documents = torch.nn.functional.pad(breaks.cumsum(-1), (1, 0)) if bool(breaks.any()) else None
     real = whole.pop().bool() if padding is not None else None
     if real is not None and bool(real.all()):

@@ -20,6 +20,7 @@ from shardwell.errors import ShardwellError
 from shardwell.sequence_parallel.attention import attend, attend_over_axis
 from shardwell.sequence_parallel.binding import SequenceBinding, shares_sequences
 from shardwell.sequence_parallel.masks import PackedDocuments, WholeTokens, gather_tokens
+from shardwell.sequence_parallel.positions import check_positions, position_of_padding
 
 NAME = "shardwell_sequence_parallel"  # the attention implementation
 _UNKNOWN = ("softcap", "s_aux", "position_bias", "cache")  # what changes the numbers of attention
@@ -120,7 +121,7 @@ class _BeforeForward:
     """Gather what the ranks know of their tokens, and give each token its position in the whole sequence."""
 
     def __init__(self, bound: _Bound) -> None:
-        self._bound = bound
+        self._bound, self._pads_at = bound, position_of_padding(bound.binding.model)
 
     def __call__(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         given = inspect.signature(module.forward).bind_partial(*args, **kwargs).arguments
@@ -135,9 +136,11 @@ class _BeforeForward:
         mask, positions = given.get("attention_mask"), given.get("position_ids")
         axis, length = self._bound.binding.axis, ids.shape[1]
         is_padding = isinstance(mask, Tensor) and mask.ndim == 2
-        self._bound.tokens = gather_tokens(axis, positions, mask if is_padding else None, length)
+        padding = mask if is_padding else None
+        self._bound.tokens = gather_tokens(axis, positions, padding, length, self._pads_at)
         changed: dict[str, Any] = {}
         if positions is None:
+            check_positions(self._bound.binding.model, self._bound.tokens.padding)
             changed["position_ids"] = torch.arange(length, device=ids.device)[None] + axis.rank * length
         if mask is None:  # with a mask the model does not look for documents in this rank's positions
             changed["attention_mask"] = torch.ones(ids.shape[:2], dtype=torch.bool, device=ids.device)

@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import nn
 
+from shardwell.errors import ShardwellError
 from shardwell.sharding import released
 from shardwell.sharding.init_parameters import InitParameter
 
@@ -20,6 +21,10 @@ class GatheredParameters(contextlib.AbstractContextManager["GatheredParameters"]
     reading: where the unit is resharded a change is lost, with a warning, and where it is not a change counts if all
     ranks make it. Frozen parameters that are stored quantised are shown dequantised, and changes of them are quantised
     again. Views of the parameters must not be used after the context: their memory is freed.
+
+    `modifier_rank` is counted among the ranks that share the parameter. With tensor, expert and pipeline axes these are
+    the ranks with the same part or stage: 0 is the first of each, and each of them changes its own part. So code for
+    rank 0 alone (`if rank == 0:`) would change one part of several; `engine.load_state_dict` takes whole tensors.
     """
 
     def __init__(
@@ -37,6 +42,13 @@ class GatheredParameters(contextlib.AbstractContextManager["GatheredParameters"]
                 owner.belong_to(parameter)
         self._owners = list({id(released.owner_of(p)): released.owner_of(p) for p in kept}.values())
         self._modifier_rank = modifier_rank
+        for owner in self._owners if modifier_rank is not None else ():
+            if modifier_rank not in range(owner.num_sharing):
+                raise ShardwellError(
+                    f"GatheredParameters(modifier_rank={modifier_rank}): {owner.num_sharing} rank(s) share a parameter "
+                    "(with tensor, expert and pipeline axes those with the same part or stage): pass a number from 0 "
+                    f"to {owner.num_sharing - 1}, which counts these"
+                )
 
     def __enter__(self) -> GatheredParameters:
         with contextlib.ExitStack() as undo:

@@ -441,6 +441,11 @@ class InitParameter:
         self._registry.unshard(self, meet=True)
         self._held += 1
 
+    @property
+    def num_sharing(self) -> int:
+        """Among how many ranks `modifier_rank` is counted."""
+        return self._registry.context.roles.data.rank_group.size
+
     def close(self, modifier_rank: int | None) -> None:
         """End `open`; with `modifier_rank`, that rank's values are broadcast."""
         self._held -= 1

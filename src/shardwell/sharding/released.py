@@ -41,6 +41,10 @@ class ParameterOwner(Protocol):
     def open(self) -> None:
         """Make the parameter unsharded until `close`; every rank must call it."""
 
+    @property
+    def num_sharing(self) -> int:
+        """Among how many ranks the `modifier_rank` of `close` is counted."""
+
     def close(self, modifier_rank: int | None) -> None:
         """End `open`; with a rank, its values become those of all ranks."""
 

@@ -441,6 +441,11 @@ class Unit:
         agreement = self.groups[0].context.roles.agreement
         return agreement.failing_together(f"GatheredParameters of '{self.name or '(root)'}'")
 
+    @property
+    def num_sharing(self) -> int:
+        """Among how many ranks `modifier_rank` is counted."""
+        return min(group.context.roles.data.rank_group.size for group in self.groups)
+
     def close(self, modifier_rank: int | None) -> None:
         """End `open`; with `modifier_rank`, that rank's values are written on all ranks."""
         fitting: list[bool] = []

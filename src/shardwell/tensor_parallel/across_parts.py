@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwell.errors import ShardwellError
+from shardwell.runtime.first_forwards import positional
 
 # What changes no element's place.
 SAME_PLACES = re.compile(
@@ -34,12 +35,15 @@ _DIMENSIONS: dict[str, tuple[int, Any]] = {
     "gumbel_softmax": (3, -1),
     **dict.fromkeys(("topk", "kthvalue", "quantile", "nanquantile", "roll", "diff"), (1, -1)),
     **dict.fromkeys(("fft_fft", "fft_ifft", "fft_rfft", "fft_irfft"), (1, -1)),
-    **dict.fromkeys(("gather", "take_along_dim"), (0, None)),
+    **dict.fromkeys(("gather", "take_along_dim", "index_select", "select"), (0, None)),
+    "unbind": (0, 0),
     **dict.fromkeys(("sort", "argsort", "glu", "mode", "flip"), (0, -1)),
 }
 _OVER_LAST = ("layer_norm", "rms_norm", "scaled_dot_product_attention", "cdist", "pairwise_distance", "inner", "dot")
 _LOSSES = ("cross_entropy", "nll_loss", "kl_div", "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss")
-_PRODUCTS = ("matmul", "__matmul__", "bmm")
+PRODUCTS = ("matmul", "__matmul__", "bmm", "mm", "tensordot")
+ADDED_PRODUCTS = ("baddbmm", "addbmm", "addmm")  # of the second tensor and the third
+_POOLING = re.compile(r"(?:adaptive_)?(?:avg|max|lp)_pool(\d)d(?:_with_indices)?")
 _KEEPS_LAST = ("flatten", "squeeze", "unsqueeze", "__getitem__", "narrow", "index_select")  # if its size is the same
 
 
@@ -53,7 +57,13 @@ def crosses_parts(name: str, at: int, args: tuple[Any, ...], given: dict[str, An
         return at == values.ndim - 1
     if name == "group_norm":  # how many groups a part has is not known
         return at == 1
-    if name in _PRODUCTS:  # of activations: scores of a head that is itself divided
+    if (pooling := _POOLING.fullmatch(name)) is not None:
+        return at >= values.ndim - int(pooling[1])
+    if name in ("instance_norm", "interpolate"):
+        return at > 1
+    if name == "pad":
+        return _pads(at - values.ndim, given.get("pad", others[0] if others else ()))
+    if name in PRODUCTS:  # of activations: scores of a head that is itself divided
         return at == values.ndim - 1 and bool(others) and not isinstance(others[0], nn.Parameter)
     if name not in _DIMENSIONS:
         return False
@@ -69,6 +79,12 @@ def crosses_parts(name: str, at: int, args: tuple[Any, ...], given: dict[str, An
     return not dims or any(isinstance(one, int) and one % max(values.ndim, 1) == at for one in dims)
 
 
+def _pads(dim: int, pad: Any) -> bool:
+    """Return whether values are put before or behind a dimension, which is counted from the end; the last is -1."""
+    place = 2 * (-dim - 1)
+    return isinstance(pad, tuple | list) and any(pad[place : place + 2])
+
+
 def sums_over(equation: Any, operands: tuple[Any, ...], number: int, at: int) -> bool:
     """Return whether an einsum of activations sums over dimension `at` of one of its operands."""
     if not isinstance(equation, str) or "." in equation or any(isinstance(one, nn.Parameter) for one in operands):
@@ -78,17 +94,22 @@ def sums_over(equation: Any, operands: tuple[Any, ...], number: int, at: int) ->
     return bool(arrow) and number < len(letters) and at < len(letters[number]) and letters[number][at] not in result
 
 
-def moved_dimension(name: str, at: int, args: tuple[Any, ...]) -> int | None:
+def moved_dimension(name: str, at: int, args: tuple[Any, ...], given: dict[str, Any]) -> int | None:
     """Return where dimension `at` of the first tensor is behind an operation that moves dimensions; None: not known."""
     ndim: int = args[0].ndim
-    others = [one for one in args[1:] if isinstance(one, int)]
+    if name in ("mT", "mH", "adjoint"):
+        return {ndim - 1: ndim - 2, ndim - 2: ndim - 1}.get(at, at)
+    if name in ("T", "H", "t"):
+        return ndim - 1 - at
+    named = [given[key] for key in ("dim0", "dim1", "axis0", "axis1") if key in given]
+    others = [one for one in (*args[1:], *named) if isinstance(one, int)]
     if name in ("transpose", "swapaxes", "swapdims"):
         if len(others) < 2:
             return None
         first, second = others[0] % ndim, others[1] % ndim
         return {first: second, second: first}.get(at, at)
     if name == "permute":
-        order = args[1] if len(args) == 2 and isinstance(args[1], tuple | list) else others
+        order = args[1] if len(args) == 2 and isinstance(args[1], tuple | list) else given.get("dims", others)
         return [int(one) % ndim for one in order].index(at) if len(order) == ndim else None
     return None
 
@@ -112,9 +133,10 @@ class PartOfOutput(Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operation on plain tensors, unless it needs all parts."""
         given, name = kwargs or {}, getattr(func, "__name__", "")
-        part = next((one for one in args[:3] if isinstance(one, cls)), None)
+        seen = positional(args, given)
+        part = next((one for one in seen[:3] if isinstance(one, cls)), None)
         with torch._C.DisableTorchFunctionSubclass():
-            if part is not None and part is args[0] and crosses_parts(name, part.ndim - 1, args, given):
+            if part is not None and part is seen[0] and crosses_parts(name, part.ndim - 1, seen, given):
                 raise ShardwellError(part.words.format(name=name.strip("_")))
             found = func(*args, **given)
             if part is not None and isinstance(found, Tensor):

@@ -56,10 +56,24 @@ class Cutter:
                 self._cut_module(name, modules[name], style)
             else:
                 self._cut_parameter(name, parameters[name], style)
+        self._check_sums()
         self._follow_ties()
         tied = self.context.tied  # parameters that another pipeline stage has, too
         if tied is not None and tied.comm.rank_group.size > 1:
             self._follow_copies(tied, parameters)
+
+    def _check_sums(self) -> None:
+        """Raise if outputs of experts would be summed although every rank has these experts whole."""
+        for name in (name for name, style in self.plan.items() if style == "moe_tp_experts"):
+            experts = self.model.get_submodule(name)
+            is_cut = any(part_of(parameter) is not None for parameter in experts.parameters())
+            if not is_cut and not getattr(experts, "is_elsewhere", False):
+                raise ShardwellError(
+                    f"tensor_parallel.plan: the outputs of '{name}', a {type(experts).__name__}, would be summed over "
+                    "the ranks (moe_tp_experts), and nothing in it is cut, so that each expert would count several "
+                    "times. If adapters wrap its parameters (target_parameters of PEFT), adapt other layers; "
+                    "otherwise let the plan cut its weights, too"
+                )
 
     def _region(self, name: str) -> CutRegion:
         block = next((block for block in self.blocks if name.startswith(f"{block}.")), None)
@@ -179,6 +193,17 @@ class Cutter:
             raise ShardwellError(
                 f"tensor_parallel.plan: '{name}' has adapters, and style {style} would gather or split around them; "
                 "use colwise or rowwise for it"
+            )
+        others = [
+            which
+            for which in getattr(module, "adapter_layer_names", ())
+            if which not in ("lora_A", "lora_B") and isinstance(held := getattr(module, which, None), nn.Module | dict)
+            if len(held)  # type: ignore[arg-type]
+        ]
+        if others and (is_column or hasattr(module, "lora_A")):
+            raise ShardwellError(
+                f"tensor_parallel.plan: '{name}' has adapters of another kind than plain LoRA ({', '.join(others)}), "
+                "which are of the whole layer: use LoRA without variants, or leave the layer out of the plan"
             )
         self._cut_linear(f"{name}.base_layer", module.base_layer, style, region)  # type: ignore[arg-type]
         for which in ("lora_A", "lora_B"):

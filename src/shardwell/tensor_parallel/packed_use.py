@@ -23,6 +23,8 @@ from shardwell.runtime.first_forwards import FirstForwards
 from shardwell.runtime.pytree import map_tensors, tensors_in
 from shardwell.sharding.tensor_part import part_of
 from shardwell.tensor_parallel.across_parts import (
+    ADDED_PRODUCTS,
+    PRODUCTS,
     SAME_PLACES,
     crosses_parts,
     keeps_last,
@@ -103,6 +105,10 @@ class PackedUseCheck(FirstForwards):
                 if known is not None and sums_over(args[0], operands, number, one.ndim - known.from_end):
                     return known
             return None
+        if name in ADDED_PRODUCTS:
+            name, args = "matmul", args[1:]
+        if name in PRODUCTS and len(args) > 1 and (known := self._known(args[1])) is not None and known.from_end == 2:
+            return known
         known = self._known(args[0]) if args else None
         if known is None or not crosses_parts(name, args[0].ndim - known.from_end, args, given):
             return None
@@ -136,21 +142,21 @@ class PackedUseCheck(FirstForwards):
             "leave the layers around it out of the plan, or leave sequence_parallel out if it is set"
         )
 
-    def after(self, name: str, args: tuple[Any, ...], found: Any) -> None:
+    def after(self, name: str, args: tuple[Any, ...], given: dict[str, Any], found: Any) -> None:
         """Note what layers that are cut by columns have returned."""
         if name == "t" and isinstance(args[0], nn.Parameter):
             self._transposed[found] = args[0]
         elif name == "linear":
             self._note_layer(args[1], found)
         elif name in ("cat", "concat", "concatenate") and isinstance(args[0], tuple | list):
-            self._note_joined(args, found)
+            self._note_joined(args, given, found)
         else:
             tensors = [one for one in args[:3] if isinstance(one, Tensor)]
             cut = next((one for one in tensors if one in self._outputs), None)
             if cut is not None:
-                self._note_result(name, cut, args, found)
+                self._note_result(name, cut, args, given, found)
 
-    def _note_result(self, name: str, cut: Tensor, args: tuple[Any, ...], found: Any) -> None:
+    def _note_result(self, name: str, cut: Tensor, args: tuple[Any, ...], given: dict[str, Any], found: Any) -> None:
         """Note what an operation on a part returned, if it is one."""
         known = self._outputs[cut]
         if name in _DIVISIONS and known.num_blocks > 1:
@@ -165,14 +171,15 @@ class PackedUseCheck(FirstForwards):
             return
         elif known.from_end == 1 and keeps_last(name, cut, found):
             self._outputs[found] = known
-        elif (at := moved_dimension(name, cut.ndim - known.from_end, args)) is not None:
+        elif (at := moved_dimension(name, cut.ndim - known.from_end, args, given)) is not None:
             self._outputs[found] = replace(known, from_end=cut.ndim - at)
 
-    def _note_joined(self, args: tuple[Any, ...], found: Tensor) -> None:
+    def _note_joined(self, args: tuple[Any, ...], given: dict[str, Any], found: Tensor) -> None:
         """Note that outputs of cut layers were joined along their last dimension, as blocks."""
         parts = [self._outputs.get(one) for one in args[0] if isinstance(one, Tensor)]
         kept = [one for one in parts if one is not None and one.from_end == 1]
-        is_last = len(args) > 1 and args[1] in (-1, found.ndim - 1)
+        dim = given.get("dim", given.get("axis", args[1] if len(args) > 1 else 0))
+        is_last = dim in (-1, found.ndim - 1)
         if is_last and kept and len(kept) == len(parts):
             blocks, whole = sum(one.num_blocks for one in kept), sum(one.whole for one in kept)
             self._outputs[found] = CutOutput(kept[0].weight, whole, blocks, kept[0].num_parts)
@@ -327,6 +334,10 @@ def _num_pieces(name: str, values: Tensor, args: tuple[Any, ...], given: dict[st
             return 1
         taken = len(range(*last.indices(values.shape[-1])))
         return -(-values.shape[-1] // taken) if 0 < taken < values.shape[-1] else 1
+    if name == "narrow":
+        dim, length = given.get("dim", args[0] if args else 0), given.get("length", args[2] if len(args) > 2 else 0)
+        is_part = dim in (-1, values.ndim - 1) and isinstance(length, int) and 0 < length < values.shape[-1]
+        return -(-values.shape[-1] // length) if is_part else 1
     if name not in _DIVISIONS:
         return 1
     keys = ("chunks", "tensor_indices_or_sections", "indices_or_sections", "split_size_or_sections", "split_size")

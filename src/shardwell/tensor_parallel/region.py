@@ -186,7 +186,8 @@ class CutRegion:
         most = max(sizes)
         if min(sizes) == most:
             return functions.gather(values, self.axis, -1, f"TENSOR {name} output", sums=False)
-        padded = F.pad(values, (0, most - values.shape[-1]))
+        with torch._C.DisableTorchFunction():  # the values that are added here are taken away again
+            padded = F.pad(values, (0, most - values.shape[-1]))
         found = functions.gather(padded, self.axis, -1, f"TENSOR {name} output", sums=False)
         parts = zip(found.split(most, -1), sizes, strict=True)
         return torch.cat([part.narrow(-1, 0, size) for part, size in parts], -1)
