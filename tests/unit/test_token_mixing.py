@@ -81,6 +81,9 @@ MAY = {
     "choice of experts": lambda x: torch.einsum("bte,bted->btd", x.softmax(-1), x[..., None] * torch.ones(4)),
     "weights of heads": lambda x: x[:, :, None].softmax(-1) @ torch.ones(WIDTH, 3),
     "several": lambda x: torch.einsum("bsd,bsd->bs", x, x),
+    "best experts": lambda x: torch.topk(x.requires_grad_(), 2).values,
+    "sorted features": lambda x: x.requires_grad_().sort().values,
+    "transform of features": lambda x: torch.fft.fft(x.requires_grad_()),
 }
 
 

@@ -30,6 +30,8 @@ _ALONG = {
     **dict.fromkeys(("cummax", "cummin", "logsumexp"), 0),
     **dict.fromkeys(("roll", "diff", "normalize", "topk", "kthvalue", "fft_fft", "fft_rfft", "fft_ifft"), 1),
 }
+# Those that go along the last dimension unless they are told another one.
+_LAST_BY_DEFAULT = ("sort", "argsort", "diff", "topk", "kthvalue", "fft_fft", "fft_rfft", "fft_ifft")
 _OVER_LAST = ("avg_pool1d", "max_pool1d", "max_pool1d_with_indices", "instance_norm", "group_norm")  # width, tokens
 _SUMS = ("mean", "sum", "prod", "var", "std", "amax", "amin", "max", "min")  # of all values without a dimension
 _TOKENS = 1  # the dimension of tokens in hidden states: rows, tokens, width
@@ -115,7 +117,7 @@ def _mixed_tokens(name: str, args: tuple[Any, ...], given: dict[str, Any]) -> in
     if name in _JOINING and isinstance(args[0], tuple | list):
         return _joined_tokens(args[0], given.get("dim", args[1] if len(args) > 1 else 0))
     if name in _ALONG and tensors and tensors[0] is args[0]:
-        return _tokens_along(_ALONG[name], args, given)
+        return _tokens_along(_ALONG[name], args, given, default=-1 if name in _LAST_BY_DEFAULT else ())
     if name in _OVER_LAST and tensors and tensors[0].ndim == 3:
         return tensors[0].shape[-1]
     if name in _RECURRENT and tensors and tensors[0].ndim == 3:
@@ -135,12 +137,15 @@ def _joined_tokens(values: tuple[Any, ...] | list[Any], dim: Any) -> int | None:
     return most + 1 if most + 1 == sum(one.shape[_TOKENS] for one in values) else most
 
 
-def _tokens_along(place: int, args: tuple[Any, ...], given: dict[str, Any]) -> int | None:
-    """Return over how many tokens of hidden states an operation goes; its dimension is at `place` behind the tensor."""
+def _tokens_along(place: int, args: tuple[Any, ...], given: dict[str, Any], default: Any = ()) -> int | None:
+    """Return over how many tokens of hidden states an operation goes; its dimension is at `place` behind the tensor.
+
+    `default`: the dimension where none is given; () for all of them.
+    """
     values: Tensor = args[0]
     if values.ndim != 3 or not values.is_floating_point() or (torch.is_grad_enabled() and not values.requires_grad):
         return None  # what is detached is of no use for a loss
-    dim = given.get("dim", given.get("dims", given.get("axis", args[place + 1] if len(args) > place + 1 else ())))
+    dim = given.get("dim", given.get("dims", given.get("axis", args[place + 1] if len(args) > place + 1 else default)))
     if isinstance(dim, Tensor):  # an elementwise maximum
         return None
     if dim is None or dim == ():
