@@ -100,7 +100,7 @@ def estimate(
         else:
             costs, notes = _of_blocks(model, settings, machine, loss, verified)
             if machine.speeds is not None:
-                time = _time_of_blocks(model, settings, machine, loss, verified, costs)
+                time = _time_of_blocks(model, settings, machine, loss, verified, len(costs.kept), costs.bundle)
         name, inputs = model.name, model.inputs
     else:
         if inputs is None:
@@ -260,25 +260,26 @@ def _time_of_blocks(
     machine: SimulatedMachine,
     loss: Callable[[Any], Tensor] | None,
     verified: bool,
-    costs: StepCosts,
+    num_kept: int = 0,
+    bundle: int = 1,
 ) -> StepTime:
     """Simulate few blocks with virtual time; all of them if no three depths agree.
 
     Below the device blocks go through a few buffers in turns: depths that leave the same one for the last are compared.
-    With few blocks a queue may not be full yet, so that a few depths more are looked at before all. As many units more
-    are on the device as all blocks have there. Blocks that are one unit stay together.
+    With few blocks a queue may not be full yet, so that a few depths more are looked at before all. `num_kept` units
+    more are on the device, with few blocks as with all. Of each `bundle` of blocks, which are one unit, all are there.
     """
-    fewest, apart = (_FEWEST_BELOW + len(costs.kept), _num_buffers(config)) if _is_below(config) else (_FEWEST, 1)
+    fewest, apart = (_FEWEST_BELOW + num_kept, _num_buffers(config)) if _is_below(config) else (_FEWEST, 1)
     found: list[StepTime] = []
     for number in range(_MOST_DEPTHS if verified else 2):
-        depth = (fewest + number * apart) * costs.bundle + model.layers % costs.bundle
+        depth = (fewest + number * apart) * bundle + model.layers % bundle
         if 2 * depth >= model.layers:
             break
         found.append(_timed_at(model, depth, config, machine, loss))
         if number == 1 and not verified:
-            return _from_depths(found[0], found[1], depth, apart * costs.bundle, model.layers)
+            return _from_depths(found[0], found[1], depth, apart * bundle, model.layers)
         if number > 1 and _lies_between(found[-3], found[-1], found[-2], _NEAR * apart):
-            return _from_depths(found[-3], found[-1], depth, 2 * apart * costs.bundle, model.layers)
+            return _from_depths(found[-3], found[-1], depth, 2 * apart * bundle, model.layers)
     return _timed_at(model, model.layers, config, machine, loss)
 
 
