@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwell.compat.deepspeed_api.topology import ProcessTopology
+from shardwell.engine.pipeline_setup import move_loss
 from shardwell.errors import ConfigError, ShardwellError
 from shardwell.pipeline import LayerSpec, PipelineModule, split
 from shardwell.pipeline.messages import HiddenForm
@@ -178,3 +179,11 @@ def laid_out(axes: list[str], sizes: list[int]) -> PipelineModule:
 def test_models_that_cannot_be_divided_are_refused(refused: Any, words: str) -> None:
     with pytest.raises(ShardwellError, match=words):
         refused()
+
+
+def test_weights_of_classes_go_to_the_device_and_what_a_stage_has_does_not() -> None:
+    model, loss = nn.BatchNorm1d(3), nn.CrossEntropyLoss(weight=torch.ones(3))
+    loss.add_module("shared", model)
+    move_loss(loss, model, torch.device("meta"))
+    assert loss.weight.is_meta
+    assert not any(one.is_meta for one in (*model.parameters(), *model.buffers()))

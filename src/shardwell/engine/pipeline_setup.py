@@ -145,6 +145,8 @@ def plan_pipeline(
         )
     loss_fn = divided.__dict__["loss_fn"]
     _check_loss(loss_fn, model)
+    if not context.device.is_meta:  # a simulation leaves them as they are
+        move_loss(loss_fn, model, context.device.torch_device)
     borders = divided.borders(num_ranks * chunks, block.partition)
     check_alike(roles.all, "initialize", before_dividing(divided, borders))
     whole = list(model.parameters())
@@ -172,6 +174,20 @@ def _check_loss(loss_fn: Any, model: nn.Module) -> None:
             f"pipeline: loss_fn is a {type(loss_fn).__name__} with parameters of its own ('{own[0]}'), which belong to "
             "no stage and would not be trained: make them a part of the last layer, or freeze them"
         )
+
+
+def move_loss(loss_fn: Any, model: nn.Module, device: torch.device) -> None:
+    """Move the weights of classes and the frozen parameters of a loss, which no stage has, to the device."""
+    if not isinstance(loss_fn, nn.Module):
+        return
+    known = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
+    for parameter in loss_fn.parameters():
+        if id(parameter) not in known:
+            parameter.data = parameter.data.to(device)
+    for module in loss_fn.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and id(buffer) not in known:
+                module._buffers[name] = buffer.to(device)
 
 
 def _check_layout(grid: Grid) -> None:
