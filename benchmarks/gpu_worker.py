@@ -117,9 +117,8 @@ def lanes_pass(trainer: Trainer, workload: Workload) -> dict[str, Any]:
         return lanes(json.loads(trace.read_text()))
 
 
-def main() -> None:
-    """Run the pass that the JSON in argv[1] describes."""
-    spec = json.loads(sys.argv[1])
+def begin(spec: dict[str, Any]) -> Workload:
+    """Start the process group of a rank, and return what is trained."""
     device = spec["device"]
     if device == "cuda":
         torch.cuda.set_device(0)
@@ -127,9 +126,14 @@ def main() -> None:
     else:
         torch.set_num_threads(1)
         dist.init_process_group("gloo")
-    workload = Workload(
-        PRESETS[spec["size"]], spec["batch"], device, bf16=True, clip=1.0, checkpoint=True, learning_rate=1e-4
-    )
+    preset, batch = PRESETS[spec["size"]], spec["batch"]
+    return Workload(preset, batch, device, bf16=True, clip=1.0, checkpoint=True, learning_rate=1e-4)
+
+
+def main() -> None:
+    """Run the pass that the JSON in argv[1] describes."""
+    spec = json.loads(sys.argv[1])
+    workload = begin(spec)
     trainer = by_name((*GPU_CONTENDERS, *RANK_CONTENDERS, PROFILED), spec["contender"]).build(workload)
     if spec["pass"] == "profile":
         result = profile_pass(trainer, workload, Path(spec["profile"]))

@@ -20,8 +20,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.contenders import RANK_CONTENDERS, EngineTrainer, Trainer, Workload, by_name
-from benchmarks.gpu_worker import timing_pass
-from benchmarks.model import PRESETS
+from benchmarks.gpu_worker import begin, timing_pass
 
 
 def any_rank(flag: bool, device: str) -> bool:
@@ -64,20 +63,12 @@ def turns(spec: dict[str, Any]) -> list[str]:
 
 def main() -> None:
     """Run the turns that the JSON in argv[1] describes."""
-    spec, begin = json.loads(sys.argv[1]), time.monotonic()
-    device = spec["device"]
-    if device == "cuda":
-        torch.cuda.set_device(0)
-        dist.init_process_group("nccl", device_id=torch.device("cuda", 0))
-    else:
-        torch.set_num_threads(1)
-        dist.init_process_group("gloo")
-    workload = Workload(
-        PRESETS[spec["size"]], spec["batch"], device, bf16=True, clip=1.0, checkpoint=True, learning_rate=1e-4
-    )
+    spec, began = json.loads(sys.argv[1]), time.monotonic()
+    workload = begin(spec)
+    device = workload.device
     found: dict[str, Any] = {name: {"rounds": [], "error": None} for name in spec["contenders"]}
     for name in turns(spec):
-        if any_rank(time.monotonic() - begin > spec["seconds"], device):
+        if any_rank(time.monotonic() - began > spec["seconds"], device):
             break
         if found[name]["error"] is None:
             try:
