@@ -38,3 +38,11 @@ def test_a_process_without_a_launcher_stays_single(monkeypatch: pytest.MonkeyPat
     for name in COMPLETE:
         monkeypatch.delenv(name, raising=False)
     assert not start_process_group(torch.device("cpu"))
+
+
+def test_a_port_without_a_rank_is_of_no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kubernetes names the address of a service called "master" so."""
+    for name in COMPLETE:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("MASTER_PORT", "tcp://10.0.0.1:443")
+    assert not start_process_group(torch.device("cpu"))

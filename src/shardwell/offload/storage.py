@@ -46,7 +46,7 @@ class OffloadTiers:
 
     @property
     def copies_ahead(self) -> bool:
-        """Whether parameters are copied to the device for the all-gather after the next one: one rank has none."""
+        """Return whether parameters are copied to the device for the all-gather after the next one."""
         return self.device.has_device_memory and self.num_ranks > 1
 
     def wrap(self, form: FormStorage, name: str, unit: str, masters: Tier) -> TieredStorage:

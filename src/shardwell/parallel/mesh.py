@@ -254,7 +254,8 @@ def start_process_group(device: torch.device, timeout: timedelta | None = None) 
 def _check_environment() -> None:
     """Raise if the launcher's variables are no numbers, miss each other or contradict each other."""
     found: dict[str, int] = {}
-    for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"):
+    # Without a rank a port is of no launcher: Kubernetes sets MASTER_PORT=tcp://... for a service of that name.
+    for name in ("RANK", "WORLD_SIZE", "MASTER_PORT") if "RANK" in os.environ else ("WORLD_SIZE",):
         if name in os.environ:
             try:
                 found[name] = int(os.environ[name])

@@ -65,7 +65,7 @@ class AutoPlan:
 
     @property
     def refusal(self) -> str | None:
-        """The reason, if one alone let every plan be refused, whatever memory there is."""
+        """Return the one reason for which all plans were refused, whatever memory there is; None without one."""
         reasons = {one.why for one in self.dropped if one.kind.is_plain}
         refused = {why.partition(REFUSED)[2] for why in reasons if REFUSED in why}
         return refused.pop() if not self.plans and len(reasons) == len(refused) == 1 else None

@@ -441,7 +441,7 @@ def naming_lines(settings: Config) -> Iterator[None]:
             raise
         words = " ".join(str(error).split()).rstrip(".!")
         if "meta" not in words.lower():
-            if isinstance(settings.tensor_parallel.plan, dict):
+            if isinstance(settings.tensor_parallel.plan, dict) and isinstance(error, RuntimeError):
                 raise ShardwellError(
                     f"tensor_parallel.plan: layers that are cut by it do not fit together: {words}. What reads the "
                     'output of a "colwise" layer is "rowwise", or the layer is "colwise_gather_output".'

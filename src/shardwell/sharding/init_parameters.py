@@ -443,7 +443,7 @@ class InitParameter:
 
     @property
     def num_sharing(self) -> int:
-        """Among how many ranks `modifier_rank` is counted."""
+        """Return the number of ranks among which `modifier_rank` is counted."""
         return self._registry.context.roles.data.rank_group.size
 
     def close(self, modifier_rank: int | None) -> None:

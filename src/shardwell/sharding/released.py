@@ -43,7 +43,7 @@ class ParameterOwner(Protocol):
 
     @property
     def num_sharing(self) -> int:
-        """Among how many ranks the `modifier_rank` of `close` is counted."""
+        """Return the number of ranks among which `modifier_rank` is counted."""
 
     def close(self, modifier_rank: int | None) -> None:
         """End `open`; with a rank, its values become those of all ranks."""

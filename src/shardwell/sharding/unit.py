@@ -443,7 +443,7 @@ class Unit:
 
     @property
     def num_sharing(self) -> int:
-        """Among how many ranks `modifier_rank` is counted."""
+        """Return the number of ranks among which `modifier_rank` is counted."""
         return min(group.context.roles.data.rank_group.size for group in self.groups)
 
     def close(self, modifier_rank: int | None) -> None:
