@@ -62,7 +62,7 @@ class Step:
             self._dally()
             if len(pending) > 2:
                 self._check_gathered(*pending.pop(0))
-        reductions: list[tuple[list[torch.Tensor], Work]] = []
+        reductions: list[tuple[list[Reduction], Work]] = []
         for place, numel in enumerate(units):
             if self.shared.random() < 0.5 and pending:
                 self._check_gathered(*pending.pop(0))
@@ -79,14 +79,14 @@ class Step:
                 work = self.comm.reduce_scatter(parts[0].flat, parts[0].into, 1.0, False, None)
             else:
                 work = self.comm.reduce_scatters(parts, "REDUCE", TrafficKind.REDUCE_SCATTER)
-            reductions.append(([part.into for part in parts], work))
+            reductions.append((parts, work))  # what is sent must stay as it is until the work is waited for
             self._dally()
             if place % 2 or len(reductions) > 2:
                 self._check_reduced(*reductions.pop(0))
         for flats, work in pending:
             self._check_gathered(flats, work)
-        for sums, work in reductions:
-            self._check_reduced(sums, work)
+        for parts, work in reductions:
+            self._check_reduced(parts, work)
 
     def _groups(self, dtype: torch.dtype) -> list[torch.dtype]:
         """Return the dtypes of a unit's groups: of two or three in each third unit, whose collectives are joined."""
@@ -111,10 +111,10 @@ class Step:
                 (part != rank + 1.0).sum() for rank, part in enumerate(flat.chunk(self.size))
             )
 
-    def _check_reduced(self, sums: list[torch.Tensor], work: Work) -> None:
+    def _check_reduced(self, parts: list[Reduction], work: Work) -> None:
         work.wait()
-        for into in sums:
-            self.wrong = getattr(self, "wrong", 0) + (into != self.size * (self.size + 1) / 2).sum()
+        for part in parts:
+            self.wrong = getattr(self, "wrong", 0) + (part.into != self.size * (self.size + 1) / 2).sum()
 
 
 def worker(spec: dict[str, object]) -> None:
@@ -134,7 +134,7 @@ def worker(spec: dict[str, object]) -> None:
             step()
             steps += 1
         if step.wrong.item():  # the host waits for the device here, and for all ranks below
-            raise SystemExit(f"rank {dist.get_rank()}: {step.wrong.item():.0f} numbers are wrong after {steps} steps")
+            raise ValueError(f"rank {dist.get_rank()}: {step.wrong.item():.0f} numbers are wrong after {steps} steps")
         now = time.monotonic()
         slowest, last = max(slowest, now - last), now
         keeps_on.fill_(float(now - begin < float(str(spec["limit"]))))

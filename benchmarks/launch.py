@@ -71,7 +71,8 @@ def rank_environment(rank: int, ranks: int, port: int, device: str) -> dict[str,
 def lines_of(log: Path) -> list[str]:
     """What a rank has written, without empty lines and the launcher's prefix."""
     lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
-    return [re.sub(r"^\[rank\d+\]: ", "", line).strip() for line in lines]
+    lines = [re.sub(r"^\[rank\d+\]: ?", "", line).strip() for line in lines]
+    return [line for line in lines if not re.match(r"\[W\d{4} ", line)] or lines  # without torch's warnings
 
 
 def reason(log: Path, status: int) -> str:
