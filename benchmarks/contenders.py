@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import importlib.util
 import logging
+import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -115,6 +117,22 @@ class EngineTrainer:
         self.engine.backward(loss)
         self.engine.step()
         return float(loss.detach())
+
+
+@dataclass
+class SavingTrainer(EngineTrainer):
+    """A shardwell engine that saves to the folder of `tempfile` in the background, at each `every`-th step."""
+
+    every: int
+    num_steps: int = 0
+
+    def step(self, tokens: Tensor, targets: Tensor) -> float:
+        loss = super().step(tokens, targets)
+        self.num_steps += 1
+        if self.num_steps % self.every == 0:
+            folder = Path(tempfile.gettempdir(), "saves")
+            self.engine.save_checkpoint(str(folder), tag="last", asynchronous=True)
+        return loss
 
 
 def build_plain(workload: Workload) -> Trainer:
@@ -269,6 +287,13 @@ def build_shardwell(
     return EngineTrainer(engine)
 
 
+def build_saving(workload: Workload) -> Trainer:
+    """Stage 3 that saves at each fourth step."""
+    trainer = build_shardwell(workload, 3)
+    assert isinstance(trainer, EngineTrainer)
+    return SavingTrainer(trainer.engine, every=4)
+
+
 def _quantized() -> dict[str, bool]:
     """The keys of ZeRO++ that need no nodes."""
     return {"zero_quantized_weights": True, "zero_quantized_gradients": True}
@@ -313,6 +338,9 @@ RANK_CONTENDERS = (
     *(_shardwell(stage) for stage in (1, 2, 3)),
     Contender("shardwell3-zeropp", 3, lambda workload: build_shardwell(workload, 3, zero=_quantized()), "shardwell"),
 )
+
+# Only by name: the same steps with a checkpoint saved in the background at each fourth of them.
+SAVING = Contender("shardwell3-saving", 3, build_saving, "shardwell")
 
 # One rank alone has nothing to reduce unless it accumulates: the profile runs two micro-steps, so that both lanes work.
 PROFILED = Contender("shardwell3-profiled", 3, lambda workload: build_shardwell(workload, 3, True, 2), "shardwell")

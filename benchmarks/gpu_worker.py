@@ -140,7 +140,8 @@ def main() -> None:
     elif spec["pass"] == "lanes":
         result = lanes_pass(trainer, workload)
     else:
-        result = timing_pass(trainer, workload, spec["steps"], each=spec.get("each", True))
+        warm_up = spec.get("warm_up", WARM_UP_STEPS)
+        result = timing_pass(trainer, workload, spec["steps"], warm_up, each=spec.get("each", True))
     Path(spec["folder"], f"{dist.get_rank()}.json").write_text(json.dumps(result))
     dist.destroy_process_group()
 

@@ -5,6 +5,7 @@
     python -m benchmarks.ranks --tuned ...    once more with several sockets and threads for each pair of ranks
     python -m benchmarks.ranks --floor ...    plain collectives of the same sizes, on one and on two communicators
     python -m benchmarks.ranks --lanes ...    what ran on the device in one step, for benchmarks.link_picture
+    python -m benchmarks.ranks --warm-up 2 .. fewer steps before the timed ones, where steps take seconds
 
 bf16 compute, fused AdamW, clipping at 1.0, activation checkpointing per block. The link has about the rate of 10 to 25
 Gbit Ethernet, and the ranks share the GPU, so the time of a step is that of the link and of all ranks' compute
@@ -27,8 +28,9 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.contenders import RANK_CONTENDERS, by_name
+from benchmarks.contenders import GPU_CONTENDERS, RANK_CONTENDERS, SAVING, by_name
 from benchmarks.gpu import interleave
+from benchmarks.gpu_worker import WARM_UP_STEPS
 from benchmarks.launch import RunFailedError, run_ranks
 from benchmarks.measure import circumstances, command_line, keep, told
 
@@ -40,9 +42,9 @@ TUNED = {"NCCL_SOCKET_NTHREADS": "4", "NCCL_NSOCKS_PERTHREAD": "4"}
 def measure_all(size: str, ranks: int, args: argparse.Namespace, console: Console) -> dict[str, Any]:
     """Return the raw figures of all rounds at one size and number of ranks, by contender."""
     spec = {"pass": "timing", "size": size, "batch": args.batch, "steps": args.steps, "device": args.device}
-    spec["each"] = False  # a loop that reads its losses, and waits for nothing else
+    spec["each"], spec["warm_up"] = False, args.warm_up  # a loop that reads its losses, and waits for nothing else
     names = args.only.split(",") if args.only else [one.name for one in RANK_CONTENDERS]
-    chosen = [by_name(RANK_CONTENDERS, name) for name in names]
+    chosen = [by_name((*RANK_CONTENDERS, *GPU_CONTENDERS, SAVING), name) for name in names]
     missing = {one.name: one.missing() for one in chosen}
     if args.together:
         return measure_together(spec, missing, ranks, args)
@@ -159,6 +161,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--size", default="base", help="sizes of the decoder")
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--steps", type=int, default=6)
+    parser.add_argument("--warm-up", type=int, default=WARM_UP_STEPS, help="steps before the timed ones")
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--only", default="", help="names of contenders, with commas")
     parser.add_argument("--limit", type=float, default=120.0, help="seconds after which a run has failed; of all turns")
@@ -176,10 +179,14 @@ def measure_one(size: str, ranks: int, title: str, args: argparse.Namespace, con
     raw = measure_all(size, ranks, args, console)
     found: dict[str, Any] = {"summary": summarise(raw), "raw": raw}
     if args.floor:
-        floor = found["floor"] = measure_floor(size, ranks, args)
-        words = f"floor: {floor['1']:.4f} s on one communicator, {floor['2']:.4f} s on two"
-        words += f" ({floor['collectives']} collectives), {floor['compute']:.4f} s of compute by all ranks"
-        console.print(f"{words}, so {floor['least']:.4f} s", highlight=False)
+        try:
+            floor = found["floor"] = measure_floor(size, ranks, args)
+        except RunFailedError as failure:
+            console.print(f"floor: {failure}", markup=False, highlight=False)
+        else:
+            words = f"floor: {floor['1']:.4f} s on one communicator, {floor['2']:.4f} s on two"
+            words += f" ({floor['collectives']} collectives), {floor['compute']:.4f} s of compute by all ranks"
+            console.print(f"{words}, so {floor['least']:.4f} s", highlight=False)
     console.print(ranks_table(found["summary"], title))
     for name, entry in raw.items():
         if entry["error"]:

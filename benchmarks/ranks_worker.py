@@ -12,6 +12,7 @@ import gc
 import json
 import os
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -19,8 +20,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from benchmarks.contenders import RANK_CONTENDERS, EngineTrainer, Trainer, Workload, by_name
+from benchmarks.contenders import GPU_CONTENDERS, RANK_CONTENDERS, SAVING, EngineTrainer, Trainer, Workload, by_name
 from benchmarks.gpu_worker import begin, timing_pass
+
+EVERY = (*RANK_CONTENDERS, *GPU_CONTENDERS, SAVING)  # of two with the same name, the first
 
 
 def any_rank(flag: bool, device: str) -> bool:
@@ -36,15 +39,27 @@ def drop(trainer: Trainer | None) -> None:
         trainer.engine.destroy()
 
 
-def turn(name: str, workload: Workload, steps: int) -> dict[str, Any]:
-    """Build a contender, time its steps, and drop it; peaks are without what was allocated before it was built."""
+def allocate_workspaces(device: str) -> int:
+    """Multiply matrices forward and backward, and return the bytes that cuBLAS keeps from then on.
+
+    Or the first contender would have them in its peak, and the others would not.
+    """
+    for dtype in (torch.bfloat16, torch.float32):
+        matrix = torch.ones(16, 16, dtype=dtype, device=device, requires_grad=True)
+        (matrix @ matrix).sum().backward()
+    del matrix
+    return torch.cuda.memory_allocated() if device == "cuda" else 0
+
+
+def turn(name: str, workload: Workload, steps: int, warm_up: int, workspaces: int) -> dict[str, Any]:
+    """Build a contender, time its steps, and drop it; peaks are without what earlier contenders have left behind."""
     gc.collect()
     before = 0
     if workload.device == "cuda":
         torch.cuda.empty_cache()
-        before = torch.cuda.memory_allocated()
-    trainer = by_name(RANK_CONTENDERS, name).build(workload)
-    found = timing_pass(trainer, workload, steps, each=False)
+        before = torch.cuda.memory_allocated() - workspaces
+    trainer = by_name(EVERY, name).build(workload)
+    found = timing_pass(trainer, workload, steps, warm_up, each=False)
     drop(trainer)
     for key in ("peak_allocated", "rest_allocated"):
         if found[key] is not None:
@@ -66,13 +81,15 @@ def main() -> None:
     spec, began = json.loads(sys.argv[1]), time.monotonic()
     workload = begin(spec)
     device = workload.device
+    tempfile.tempdir = spec["folder"]  # which the launcher removes; all ranks have the same
     found: dict[str, Any] = {name: {"rounds": [], "error": None} for name in spec["contenders"]}
+    workspaces = allocate_workspaces(device)
     for name in turns(spec):
         if any_rank(time.monotonic() - began > spec["seconds"], device):
             break
         if found[name]["error"] is None:
             try:
-                found[name]["rounds"].append(turn(name, workload, spec["steps"]))
+                found[name]["rounds"].append(turn(name, workload, spec["steps"], spec["warm_up"], workspaces))
                 error = None
             except Exception as problem:  # the row says so, and the others go on if this rank's peers failed, too
                 error = f"failed: {type(problem).__name__}: {problem}"[:200]
