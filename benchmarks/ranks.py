@@ -78,6 +78,8 @@ def measure_together(
             run_ranks("benchmarks.ranks_worker", {**spec, "kept": kept}, ranks, limit, args.device)
         except RunFailedError as failure:
             ended = str(failure)
+        except KeyboardInterrupt:  # what was measured until then is kept
+            ended = "not measured: interrupted"
         of_ranks: list[dict[str, Any]] = []
         for rank in range(ranks):
             with contextlib.suppress(FileNotFoundError):
