@@ -1,8 +1,9 @@
 """A picture of one step on several ranks: compute, all-gathers, reductions and copies over time, before and after.
 
-    python -m benchmarks.link_picture PICTURE REPORT...
+    python -m benchmarks.link_picture PICTURE [WORDS=]REPORT...
 
-The reports are those of ``benchmarks.ranks --lanes``; each gets a panel with its rank 0.
+The reports are those of ``benchmarks.ranks --lanes``; each run in them gets a panel with its rank 0, and the words of
+its report in its title.
 """
 
 from __future__ import annotations
@@ -17,11 +18,11 @@ from benchmarks.streams import LANES
 COLOURS = {"compute": "#4c72b0", "all-gather": "#55a868", "reduction": "#dd8452", "copy": "#999999"}
 
 
-def panels(reports: list[dict[str, Any]]) -> list[tuple[str, dict[str, Any]]]:
-    """A title and the lanes of rank 0 for each run of the reports."""
+def panels(reports: list[tuple[str, dict[str, Any]]]) -> list[tuple[str, dict[str, Any]]]:
+    """A title and the lanes of rank 0 for each run of the reports, which come with words."""
     return [
-        (f"{name}, {size} ranks", run["ranks"][0])
-        for report in reports
+        (f"{name}, {size} ranks{words and ', '}{words}", run["ranks"][0])
+        for words, report in reports
         for size, runs in report["lanes"].items()
         for name, run in runs.items()
         if run["error"] is None
@@ -51,7 +52,8 @@ def draw(found: list[tuple[str, dict[str, Any]]], path: Path) -> None:
 
 def main(argv: list[str]) -> int:
     """Draw the reports in argv[1:] into the picture argv[0]."""
-    draw(panels([json.loads(Path(name).read_text()) for name in argv[1:]]), Path(argv[0]))
+    named = [name.rpartition("=")[::2] for name in argv[1:]]
+    draw(panels([(words, json.loads(Path(path).read_text())) for words, path in named]), Path(argv[0]))
     return 0
 
 

@@ -46,8 +46,8 @@ def test_a_picture_has_a_panel_for_each_run(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     run = {"error": None, "ranks": [lanes(TRACE), lanes(TRACE)]}
     failed = {"error": "failed: no result within 120 s", "ranks": []}
-    found = panels([{"lanes": {"base x 2": {"shardwell3": run, "fsdp2": failed}}}])
-    assert [title for title, _ in found] == ["shardwell3, base x 2 ranks"]
+    found = panels([("before", {"lanes": {"base x 2": {"shardwell3": run, "fsdp2": failed}}})])
+    assert [title for title, _ in found] == ["shardwell3, base x 2 ranks, before"]
     draw(found, tmp_path / "picture.svg")
     assert (tmp_path / "picture.svg").stat().st_size > 1000
 
