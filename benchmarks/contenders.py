@@ -330,13 +330,24 @@ GPU_CONTENDERS = (
     Contender("shardwell3-sharded", 3, lambda workload: build_shardwell(workload, 3, True), "shardwell"),
 )
 
-RANK_CONTENDERS = (
-    Contender("fsdp2", 3, build_fsdp2),
+RANK_CONTENDERS = (  # the nearest to each other first, so that a run which is cut off has them
+    _shardwell(3),
     Contender("fsdp2-bf16", 3, build_fsdp2_narrow),
-    *(_deepspeed(stage) for stage in (1, 2, 3)),
-    Contender("deepspeed3-zeropp", 3, lambda workload: build_deepspeed(workload, 3, zero=_quantized()), "deepspeed"),
-    *(_shardwell(stage) for stage in (1, 2, 3)),
+    _deepspeed(3),
+    _shardwell(2),
+    _deepspeed(2),
+    _shardwell(1),
+    _deepspeed(1),
     Contender("shardwell3-zeropp", 3, lambda workload: build_shardwell(workload, 3, zero=_quantized()), "shardwell"),
+    Contender("fsdp2", 3, build_fsdp2),
+    # What DeepSpeed 3 does by default: parameters that are used again within a billion elements stay unsharded.
+    Contender(
+        "shardwell3-reusing",
+        3,
+        lambda workload: build_shardwell(workload, 3, zero={"stage3_max_reuse_distance": 10**9}),
+        "shardwell",
+    ),
+    Contender("deepspeed3-zeropp", 3, lambda workload: build_deepspeed(workload, 3, zero=_quantized()), "deepspeed"),
 )
 
 # Only by name: the same steps with a checkpoint saved in the background at each fourth of them.
