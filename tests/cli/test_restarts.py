@@ -15,6 +15,7 @@ from shardwell.cli.run_command import parse_nodes
 from shardwell.errors import ShardwellError
 from tests.support.command import arguments, environment, shardwell
 from tests.support.patience import HANG
+from tests.support.restarts import complaints, ends_of_jobs
 
 pytestmark = pytest.mark.slow
 
@@ -87,6 +88,11 @@ def test_all_ranks_start_again_when_one_is_killed(tmp_path: Path) -> None:
 def test_a_process_group_forms_again(tmp_path: Path) -> None:
     result = run_of(tmp_path, SUMS, "-n", "2", "--max-restarts", "1")
     assert (result.returncode, result.stdout) == (0, "sum 3\nsum 3\n"), result.stderr
+
+
+def test_a_job_that_is_killed_resumes_to_the_parameters_of_one_that_is_not(tmp_path: Path) -> None:
+    wrong = complaints(ends_of_jobs(tmp_path, "cpu"))
+    assert not wrong, "\n".join(wrong)
 
 
 def test_the_error_is_shown_when_restarts_are_used_up(tmp_path: Path) -> None:
