@@ -267,8 +267,9 @@ def build_shardwell(
     shard_at_world_one: bool = False,
     accumulation: int = 1,
     zero: Mapping[str, Any] | None = None,
+    own: Mapping[str, Any] | None = None,
 ) -> Trainer:
-    """`zero` holds more keys of the block `zero_optimization`."""
+    """`zero` holds more keys of the block `zero_optimization`, `own` those of the block `shardwell`."""
     import shardwell
 
     model = seeded_model(workload)
@@ -281,8 +282,8 @@ def build_shardwell(
         config["bf16"] = {"enabled": True}
     if workload.clip > 0:
         config["gradient_clipping"] = workload.clip
-    if shard_at_world_one:
-        config["shardwell"] = {"shard_at_world_one": True}
+    if shard_at_world_one or own:
+        config["shardwell"] = {**({"shard_at_world_one": True} if shard_at_world_one else {}), **(own or {})}
     engine, *_ = shardwell.initialize(model=model, optimizer=fused_adamw(model.parameters(), workload), config=config)
     return EngineTrainer(engine)
 
@@ -302,6 +303,13 @@ def _quantized() -> dict[str, bool]:
 def _deepspeed(stage: int, tuned: bool = False) -> Contender:
     name = f"deepspeed{stage}-tuned" if tuned else f"deepspeed{stage}"
     return Contender(name, stage, lambda workload: build_deepspeed(workload, stage, tuned), "deepspeed")
+
+
+def _in_turns(stage: int) -> Contender:
+    own = {"gathers_take_turns": True}
+    return Contender(
+        f"shardwell{stage}-turns", stage, lambda workload: build_shardwell(workload, stage, own=own), "shardwell"
+    )
 
 
 def _shardwell(stage: int) -> Contender:
@@ -347,6 +355,7 @@ RANK_CONTENDERS = (  # the nearest to each other first, so that a run which is c
         lambda workload: build_shardwell(workload, 3, zero={"stage3_max_reuse_distance": 10**9}),
         "shardwell",
     ),
+    *(_in_turns(stage) for stage in (3, 2, 1)),
     Contender("deepspeed3-zeropp", 3, lambda workload: build_deepspeed(workload, 3, zero=_quantized()), "deepspeed"),
 )
 

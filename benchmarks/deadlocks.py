@@ -42,6 +42,7 @@ class Step:
         self.comm, self.shared, self.own = comm, random.Random(seed), random.Random(1000 * seed + dist.get_rank())
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self.device = comm.device.torch_device
+        self.is_beside = False  # the last all-gather was on the communicator of reductions
 
     def __call__(self) -> None:
         """Issue the collectives of a forward and a backward; raise if a number is wrong."""
@@ -54,11 +55,7 @@ class Step:
             flats = [torch.zeros(numel, dtype=each, device=self.device) for each in self._groups(dtype)]
             for flat in flats:
                 flat.chunk(self.size)[self.rank].fill_(self.rank + 1.0)
-            if len(flats) == 1:
-                work = self.comm.all_gather(flats[0], None)
-            else:
-                work = self.comm.all_gathers(flats, "GATHER", TrafficKind.ALL_GATHER)
-            pending.append((flats, work))
+            pending.append((flats, self._gather(flats)))
             self._dally()
             if len(pending) > 2:
                 self._check_gathered(*pending.pop(0))
@@ -87,6 +84,20 @@ class Step:
             self._check_gathered(flats, work)
         for parts, work in reductions:
             self._check_reduced(parts, work)
+
+    def _gather(self, flats: list[torch.Tensor]) -> Work:
+        """Start an all-gather, every other one on the communicator of reductions, as in a forward."""
+        device = self.comm.device
+        usual = device.all_gather_stream
+        self.is_beside = not self.is_beside
+        if self.is_beside:
+            device.all_gather_stream = device.reduce_stream
+        try:
+            if len(flats) == 1:
+                return self.comm.all_gather(flats[0], None)
+            return self.comm.all_gathers(flats, "GATHER", TrafficKind.ALL_GATHER)
+        finally:
+            device.all_gather_stream = usual
 
     def _groups(self, dtype: torch.dtype) -> list[torch.dtype]:
         """Return the dtypes of a unit's groups: of two or three in each third unit, whose collectives are joined."""

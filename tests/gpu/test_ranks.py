@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import torch.distributed as dist
 
 import shardwell
 from tests.support.checkpoint_legs import Leg, run_leg
-from tests.support.internals import board_of
+from tests.support.internals import board_of, roles_of
 from tests.support.models import Gpt, batches, share, zero
 from tests.support.rank_matrix import complaints, run_all
 from tests.support.ranks import Ranks
@@ -110,6 +111,45 @@ def steps_without_waits(stage: int, config: dict[str, Any]) -> dict[str, Any]:
     finally:
         torch.cuda.set_sync_debug_mode("default")
     return {"asked": asked, "finite": bool(torch.stack(losses).isfinite().all())}
+
+
+def collectives_by_communicator(stage: int) -> list[tuple[int, int]]:
+    """Return the collectives of a forward that is not trained, and of a step, on each of the two communicators."""
+    torch.manual_seed(0)
+    model = Gpt(width=64, blocks=8)
+    config = zero(stage, shardwell={"bundle_size": 0, "gathers_take_turns": True})
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    engine = shardwell.initialize(model=model, optimizer=optimizer, config=config).engine
+    mine = [share(batch, dist.get_rank(), dist.get_world_size()).cuda() for batch in batches(4, ROWS)]
+    ranks = roles_of(engine).shard.rank_group
+
+    def counted(run: Callable[[], object]) -> tuple[int, int]:
+        groups = ranks.group, ranks.reduce_group
+        before = [group._get_sequence_number_for_group() for group in groups]
+        run()
+        gathers, reductions = [
+            group._get_sequence_number_for_group() - old for group, old in zip(groups, before, strict=True)
+        ]
+        return gathers, reductions
+
+    def step() -> None:
+        engine.backward(engine(mine[0]))
+        engine.step()
+
+    def evaluate() -> None:
+        with torch.no_grad():
+            engine(mine[1])
+
+    step()
+    return [counted(evaluate), counted(step)]
+
+
+def test_all_gathers_take_turns_on_both_communicators_where_nothing_is_reduced(nccl_ranks: Ranks) -> None:
+    for forward, step in nccl_ranks.run(2, collectives_by_communicator, 3):
+        units = sum(forward)
+        assert units >= 9
+        assert abs(forward[0] - forward[1]) <= 1
+        assert step[1] >= units + forward[1]  # a reduction of each unit, and half of the forward's all-gathers
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])

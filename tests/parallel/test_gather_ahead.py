@@ -1,4 +1,8 @@
-"""What is all-gathered ahead: two units where there is room for both, and updated parameters under the next forward."""
+"""What is all-gathered ahead: two units where there is room for both, and updated parameters under the next forward.
+
+Where all-gathers take turns on two communicators, the gradients of the backward need the room that the second one takes
+in a forward, so that only a forward without gradients, a backward and frozen units are bounded.
+"""
 
 from __future__ import annotations
 
@@ -16,31 +20,41 @@ from tests.support.ranks import Ranks
 BLOCK = 2785  # elements of a block of width 16
 
 
-def trained(most: int, bucket: int) -> dict[str, Any]:
+def trained(most: int, bucket: int, *, freezes: bool = False, bounds_forward: bool = True) -> dict[str, Any]:
     torch.manual_seed(0)
     model = Gpt(blocks=4)
+    model.blocks.requires_grad_(not freezes)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     engine = shardwell.initialize(model=model, optimizer=optimizer, config=zero(3)).engine
-    gather_ahead(engine, most, bucket)
+    gather_ahead(engine, most, bucket, bounds_forward=bounds_forward)
     for batch in batches(3, 4):
         with engine.record() as trace:
             engine.backward(engine(share(batch, dist.get_rank(), dist.get_world_size())))
             engine.step()
-    return {"trace": str(trace).split("\n")[0], "values": whole_parameters(model)}
+    with engine.record() as evaluated, torch.no_grad():
+        engine(share(batches(1, 4)[0], dist.get_rank(), dist.get_world_size()))
+    traces = [str(one).split("\n")[0] for one in (trace, evaluated)]
+    passes = dict(zip(("forward", "backward"), traces[0].split(" B", 1), strict=True))
+    return {**passes, "evaluation": traces[1], "values": whole_parameters(model)}
 
 
-def in_three_ways() -> list[dict[str, Any]]:
-    return [trained(1, 0), trained(2, 10 * BLOCK), trained(2, BLOCK)]
+def in_several_ways() -> list[dict[str, Any]]:
+    free = [trained(2, BLOCK, freezes=freezes, bounds_forward=False) for freezes in (False, True)]
+    return [trained(1, 0), trained(2, 10 * BLOCK), trained(2, BLOCK), *free]
+
+
+ONE, TWO = "G0 G1 F0 G2 F1 L1 G3 F2 L2", "G0 G1 G2 F0 G3 F1 L1 G4 F2 L2 G5 F3 L3"  # 0: root, 1: embedding, 2: a block
 
 
 def test_two_units_are_gathered_ahead_where_both_fit_into_the_bucket(ranks: Ranks) -> None:
-    for one, two, small in ranks.run(2, in_three_ways):
-        # 0 is the root, 1 the embedding, 2 to 5 the blocks
-        assert one["trace"].startswith("G0 G1 F0 G2 F1 L1 G3 F2 L2")
-        assert two["trace"].startswith("G0 G1 G2 F0 G3 F1 L1 G4 F2 L2 G5 F3 L3")
-        assert small["trace"] == one["trace"]  # a bucket of one block has no room for the second
+    for one, two, small, free, frozen in ranks.run(2, in_several_ways):
+        assert all(found["forward"].startswith(ONE) for found in (one, small, frozen))
+        assert all(found["forward"].startswith(TWO) for found in (two, free))
+        twice = [found["evaluation"].startswith(TWO) for found in (one, two, small, free, frozen)]
+        assert twice == [False, True, False, False, False]
+        assert one["backward"] == small["backward"] == free["backward"] != two["backward"]
         for name, values in one["values"].items():
-            assert (values == two["values"][name]).all(), name
+            assert all((values == found["values"][name]).all() for found in (two, small, free)), name
 
 
 def publishes(stage: int) -> dict[str, Any]:

@@ -52,10 +52,10 @@ def collectives_of(engine: shardwell.Engine) -> Collectives:
     return roles_of(engine).all
 
 
-def gather_ahead(engine: shardwell.Engine, most: int, bucket: int) -> None:
+def gather_ahead(engine: shardwell.Engine, most: int, bucket: int, *, bounds_forward: bool = True) -> None:
     """Let an engine all-gather so many units ahead, as it does with NCCL, if they have no more elements than that."""
     prefetch = engine._scheduler.prefetch
-    prefetch.limits = replace(prefetch.limits, most_ahead=most, bucket=bucket)
+    prefetch.limits = replace(prefetch.limits, most_ahead=most, bucket=bucket, bounds_forward=bounds_forward)
 
 
 def collect_apart(engine: shardwell.Engine) -> None:

@@ -29,7 +29,7 @@ shardwell.expert_parallel_size 1
 shardwell.placement "asked"
 shardwell.memory.device 0.75  shardwell.memory.host 0.9  shardwell.memory.disk 0.95
 shardwell.shard_at_world_one false  shardwell.keep_pages true  shardwell.keep_frozen "auto"
-shardwell.bundle_size "auto"
+shardwell.bundle_size "auto"  shardwell.gathers_take_turns false
 zero_optimization.stage 0  zero_optimization.stage3_max_live_parameters 1000000000
 zero_optimization.stage3_max_reuse_distance 0  zero_optimization.stage3_prefetch_bucket_size 50000000
 zero_optimization.stage3_param_persistence_threshold "auto"

@@ -353,6 +353,11 @@ class ShardwellConfig(ConfigBlock):
         description="Elements up to which small neighbouring blocks form one unit; 0 = each is a unit; auto = 4,194,304"
         ", at most 1/32 of the model and a quarter of stage3_max_live_parameters; in pipelines at stages 0, 1: 2^26.",
     )
+    gathers_take_turns: Flag = Field(
+        default=False,
+        description="With NCCL, every other all-gather is on the communicator of reductions while that is idle, and a "
+        "trained forward gathers two units ahead: for links that one communicator does not fill (sockets).",
+    )
     keep_frozen: CountOrAuto = Field(
         default="auto",
         description="Elements of frozen parameters that may stay unsharded at stage 3; auto = as many as fit into half "

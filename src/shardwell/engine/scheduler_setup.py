@@ -6,6 +6,7 @@ import logging
 
 from shardwell.config import Config
 from shardwell.engine.offload_setup import add_links
+from shardwell.runtime.gather_turns import GatherTurns
 from shardwell.runtime.prefetch import PrefetchLimits
 from shardwell.runtime.reducer import MicroStep
 from shardwell.runtime.scheduler import Scheduler
@@ -21,7 +22,8 @@ def make_scheduler(units: list[Unit], settings: Config, context: EngineContext) 
     # Gloo's threads and the units' compute share the cores, so that more all-gathers ahead would only take memory.
     most_ahead = _MOST_AHEAD if context.roles.shard.rank_group.backend == "nccl" else 1
     live, bucket = zero.stage3_max_live_parameters, zero.stage3_prefetch_bucket_size
-    limits = PrefetchLimits(prefetches, live, zero.stage3_max_reuse_distance, bucket, most_ahead)
+    turns = settings.shardwell.gathers_take_turns and _may_take_turns(context)
+    limits = PrefetchLimits(prefetches, live, zero.stage3_max_reuse_distance, bucket, most_ahead, not turns)
     below = [unit.numel for unit in units if unit.resharding_groups and unit.name]
     needed = sum(sorted(below)[-2:]) + sum(unit.numel for unit in units if not unit.name)  # the root stays unsharded
     if context.roles.all.rank_group.rank == 0 and prefetches and len(below) > 1 and 0 < limits.live < needed:
@@ -36,5 +38,17 @@ def make_scheduler(units: list[Unit], settings: Config, context: EngineContext) 
     sums = settings.gradient_allreduce_op == "sum"
     micro_step = MicroStep(num_ranks, settings.gradient_accumulation_steps or 1, paths_differ, sums=sums)
     scheduler = Scheduler(units, limits, micro_step)
+    if turns:
+        scheduler.prefetch.gathers = GatherTurns(context.device, scheduler.reducer)
     add_links(scheduler, context)
     return scheduler
+
+
+def _may_take_turns(context: EngineContext) -> bool:
+    """Return whether all-gathers may take turns on two communicators; where they may not, the log says why."""
+    reason = "" if context.roles.shard.rank_group.has_two_communicators else "only NCCL has two communicators"
+    if context.roles.pipe is not None:  # a kernel of one stage must not wait for another stage
+        reason = "the stages of a pipeline use the link at different times"
+    if reason and context.roles.all.rank_group.rank == 0:
+        logging.getLogger("shardwell").warning("shardwell.gathers_take_turns has no effect: %s", reason)
+    return not reason

@@ -45,7 +45,7 @@ class Device:
     host: torch.device  # of tensors in host memory
     has_streams: bool  # work is enqueued on CUDA streams
     is_meta: bool  # tensors have shapes but no values: nothing can be read back
-    all_gather_stream: Stream
+    all_gather_stream: Stream  # of the all-gathers that start now: `GatherTurns` lets some be on the reduce stream
     prefetch_stream: Stream  # copies shards to the device ahead of their all-gathers
     reduce_stream: Stream
     copy_stream: Stream  # copies to the host and back

@@ -55,11 +55,6 @@ class CommsLog:
 
     def __init__(self, config: CommsLoggerConfig, device: Device, traffic: TrafficStats) -> None:
         self._config, self._device, self._traffic = config, device, traffic
-        self._streams = {
-            TrafficKind.ALL_GATHER: device.all_gather_stream,
-            TrafficKind.REDUCE_SCATTER: device.reduce_stream,
-            TrafficKind.PUBLISH: device.all_gather_stream,
-        }
         self._open: list[LoggedCollective] = []
         self.is_inside = False
         LIVING.add(self)
@@ -70,7 +65,8 @@ class CommsLog:
         name = NAMES.get(kind)
         if name is None or not (self._config.prof_all or name in self._config.prof_ops):
             return self._start(start)
-        stream = self._streams[kind]
+        is_reduction = kind is TrafficKind.REDUCE_SCATTER
+        stream = self._device.reduce_stream if is_reduction else self._device.all_gather_stream
         before = sum(self._traffic.received.values())
         issued, ready = self._device.moment(stream), self._device.moment()
         work = self._start(start)

@@ -51,6 +51,11 @@ class RankGroup:
         return rank // self.node_size == self.rank // self.node_size
 
     @property
+    def has_two_communicators(self) -> bool:
+        """Return whether reductions have a communicator of their own, in a simulation, too."""
+        return self.backend == "nccl" and self.size > 1
+
+    @property
     def num_local_peers(self) -> int:
         """Return the number of other ranks on this rank's own node."""
         first = self.rank // self.node_size * self.node_size

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import AllgatherOptions, ReduceScatterOptions
 
 from shardwell import virtual_time
-from shardwell.memory import Device, Event, StateKind, TemporaryBuffers
+from shardwell.memory import Device, Event, StateKind, Stream, TemporaryBuffers
 from shardwell.parallel.links import Links
 from shardwell.parallel.mesh import RankGroup
 from shardwell.parallel.simulated_moves import simulate_move, simulate_moves
@@ -46,7 +46,7 @@ class TorchTransport:
         with stream.after_current():
             mine = self._own_part(flat)
             # gloo stages through the host, and its input must not be a part of its output
-            work = self._start(ALL_GATHER, flat, mine.clone() if self._is_gloo else mine)
+            work = self._start(ALL_GATHER, flat, mine.clone() if self._is_gloo else mine, group=self._group_of(stream))
             if self._is_gloo:
                 return Work(partial(self.wait, [work], self._needs()))
             work.wait()
@@ -101,7 +101,7 @@ class TorchTransport:
             return in_turn([self.all_gather(flat) for flat in flats])
         stream = self._device.all_gather_stream
         with stream.after_current():
-            self._start_together([(ALL_GATHER, flat, self._own_part(flat)) for flat in flats], self._mesh.group)
+            self._start_together([(ALL_GATHER, flat, self._own_part(flat)) for flat in flats], self._group_of(stream))
             return Work(self._in_flight.add(stream.record()).wait)
 
     def reduce_scatters(self, parts: Sequence[Reduction]) -> Work:
@@ -143,6 +143,10 @@ class TorchTransport:
                 work.wait()
         except RuntimeError as error:
             self._links.raise_cause(error)
+
+    def _group_of(self, stream: Stream) -> Any:
+        """Return the communicator whose collectives run on a stream."""
+        return self._reduce_group if stream is self._device.reduce_stream else self._mesh.group
 
     def _own_part(self, flat: Tensor) -> Tensor:
         """Return this rank's part of a tensor (1D), without a view for each of the others."""

@@ -9,6 +9,7 @@ step more than the others, which must take what theirs took. Nothing here depend
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -265,11 +266,15 @@ def _time_of_blocks(
 ) -> StepTime:
     """Simulate few blocks with virtual time; all of them if no three depths agree.
 
-    Below the device blocks go through a few buffers in turns: depths that leave the same one for the last are compared.
-    With few blocks a queue may not be full yet, so that a few depths more are looked at before all. `num_kept` units
-    more are on the device, with few blocks as with all. Of each `bundle` of blocks, which are one unit, all are there.
+    Below the device blocks go through a few buffers in turns, and all-gathers through two communicators: depths that
+    leave the same one for the last are compared. With few blocks a queue may not be full yet, so that a few depths more
+    are looked at before all. `num_kept` units more are on the device, with few blocks as with all. Of each `bundle` of
+    blocks, which are one unit, all are there.
     """
     fewest, apart = (_FEWEST_BELOW + num_kept, _num_buffers(config)) if _is_below(config) else (_FEWEST, 1)
+    if config.get("shardwell", {}).get("gathers_take_turns"):
+        fewest += (model.layers // bundle - fewest) % 2
+        apart = math.lcm(apart, 2)
     found: list[StepTime] = []
     for number in range(_MOST_DEPTHS if verified else 2):
         depth = (fewest + number * apart) * bundle + model.layers % bundle

@@ -11,8 +11,10 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Protocol
 
+import torch
 from torch import nn
 
+from shardwell.runtime.gather_turns import GatherTurns
 from shardwell.sharding import Residency, Unit
 
 
@@ -25,6 +27,7 @@ class PrefetchLimits:
     reuse_distance: int
     bucket: int = 0  # units after the next one are all-gathered ahead, too, if all of them together are no larger
     most_ahead: int = 1  # units that are all-gathered ahead
+    bounds_forward: bool = True  # by the bucket; else only a backward, and a forward that is not trained
 
 
 class ExecutionOrder:
@@ -129,6 +132,7 @@ class Prefetch:
     def __init__(self, limits: PrefetchLimits, num_ranks: int) -> None:
         self.limits = limits
         self.budget = PrefetchBudget(limits, num_ranks)
+        self.gathers: type[Unit] | GatherTurns = Unit  # who starts all-gathers
         self.links: list[PrefetchLink] = []  # bring shards below the device to it, ahead of their all-gathers
 
     def units_to_start(self, expected: Unit | None, order: ExecutionOrder) -> Iterator[Unit]:
@@ -143,12 +147,20 @@ class Prefetch:
         numel = 0
         for unit in order.following(self.limits.most_ahead):
             numel += unit.numel
-            if unit is not expected and numel > self.limits.bucket:
+            if unit is not expected and numel > self.limits.bucket and not self._is_free(unit, order):
                 return
             if unit.residency is Residency.SHARDED:
                 if not self.budget.may_prefetch(unit, order):
                     return  # what comes later must not take the room of what comes first
                 yield unit
+
+    def _is_free(self, unit: Unit, order: ExecutionOrder) -> bool:
+        """Return whether to gather one more unit ahead takes no memory that the step does not need anyway.
+
+        The gradients of a unit take as much in the backward as its parameters do here.
+        """
+        is_bound = self.limits.bounds_forward or order.is_backward or not torch.is_grad_enabled()
+        return not is_bound and len(unit.trainable) == len(unit.groups)
 
     def adopt_units(self, units: Sequence[Unit], resharding: Sequence[Unit]) -> None:
         """Expect these units from now on; those in `resharding` are all-gathered, in the order of their modules."""

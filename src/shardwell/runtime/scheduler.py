@@ -256,7 +256,7 @@ class Scheduler:
             self.record(TraceAction.ALL_GATHER, unit)
         outside = contextlib.nullcontext() if in_transform() is None else outside_transforms()
         with outside, profiled("GATHER", unit.name) if is_profiling() else NOT_PROFILED:
-            unit.unshard()
+            self.prefetch.gathers.unshard(unit)
         self.saved.find(unit)
 
     def reshard(self, unit: Unit) -> None:
@@ -406,12 +406,10 @@ class Scheduler:
     def post_backward(self, unit: Unit, *_grads: Any) -> None:
         """Reduce the gradients of a unit whose backward has ended, as far as is known, and reshard the unit.
 
-        It may be called repeatedly, and as a hook.
-
-        If one group of a unit is reduced, all are: which groups got a gradient may differ between ranks. In a unit that
-        the user named as a leaf module, whether any group did may differ too. Gradients of earlier micro-steps wait for
-        the next gradient: a unit that is called several times in a forward ends as often, and most of its gradients
-        come with the last call.
+        It may be called repeatedly, and as a hook. If one group of a unit is reduced, all are: which groups got a
+        gradient may differ between ranks. In a unit that the user named as a leaf module, whether any group did may
+        differ too. Gradients of earlier micro-steps wait for the next gradient: a unit that is called several times in
+        a forward ends as often, and most of its gradients come with the last call.
         """
         if unit.use.has_new_gradients or (unit.spec.is_user_unit and unit.use.in_backward):
             self.reducer.reduce(unit)
@@ -494,6 +492,6 @@ class Scheduler:
         unit.updates.count += 1
         if unit.sets.with_values:  # a graph that saved them must not be used; `SavedView` checks released parameters
             torch.autograd.graph.increment_version(unit.sets.with_values)
-        is_published = (arrival is not None or unit.sets.published) and unit.publish(arrival)
+        is_published = (arrival is not None or unit.sets.published) and self.prefetch.gathers.publish(unit, arrival)
         if is_published and self.trace is not None:
             self.record(TraceAction.PUBLISH, unit)

@@ -223,15 +223,15 @@ class DefaultAllGather:
         self._token = f"GATHER {name}"
         self._codec: Codec | None = None
         self._flat, self._storage, self._local = flat, storage, local
-        self._comm, self._stream = comm, comm.device.all_gather_stream
+        self._comm, self._device = comm, comm.device
         self._is_alone = comm.rank_group.size == 1
 
     def __call__(self, *, exact: bool = False, joined: Joined | None = None) -> Work:
         """Start to fill the flat buffer: this rank's slice by a copy, the others in place."""
-        flat = self._flat
+        flat, stream = self._flat, self._device.all_gather_stream
         flat.allocate()
-        with self._stream.after_current():
+        with stream.after_current():
             self._storage.to_compute(flat.tensor[self._local])
         comm = self._comm if joined is None else joined.over(self._comm)
         work = comm.all_gather(flat.tensor, self._token, codec=self._codec)
-        return Work(self._stream.record().wait) if self._is_alone else work
+        return Work(stream.record().wait) if self._is_alone else work

@@ -168,8 +168,9 @@ class Unit:
             with contextlib.suppress(Exception):  # the first error is the one that counts
                 one.wait()
         if self.resharding_groups:
-            # copies that were started may still write
-            self.resharding_groups[0].context.device.all_gather_stream.record().wait()
+            device = self.resharding_groups[0].context.device
+            for stream in (device.all_gather_stream, device.reduce_stream):  # copies that were started may still write
+                stream.record().wait()
             self._free_unsharded()
 
     def wait(self) -> None:
