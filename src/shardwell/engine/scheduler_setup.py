@@ -46,7 +46,8 @@ def make_scheduler(units: list[Unit], settings: Config, context: EngineContext) 
 
 def _may_take_turns(context: EngineContext) -> bool:
     """Return whether all-gathers may take turns on two communicators; where they may not, the log says why."""
-    reason = "" if context.roles.shard.rank_group.has_two_communicators else "only several NCCL ranks have two communicators"
+    has_two = context.roles.shard.rank_group.has_two_communicators
+    reason = "" if has_two else "only several NCCL ranks have two communicators"
     if context.roles.pipe is not None:  # a kernel of one stage must not wait for another stage
         reason = "the stages of a pipeline use the link at different times"
     if reason and context.roles.all.rank_group.rank == 0:
