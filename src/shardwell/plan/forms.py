@@ -280,7 +280,7 @@ def _instants(trace: _Trace, tier: Tier) -> Iterator[tuple[str, Parts]]:
 
 def _add(now: dict[str, Counter[Tree]], change: Change, terms: Terms, tier: Tier) -> None:
     if change.tier is tier:
-        total = now.setdefault(change.state, Counter())
+        total = now.setdefault(change.part, Counter())
         for tree, factor in terms.items():
             total[tree] += factor
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from shardwell.memory import Tier
@@ -115,8 +115,8 @@ class PlanReport:
 
     def as_dict(self) -> dict[str, Any]:
         """Return everything as values of JSON; all sizes are bytes."""
-        costs = asdict(self.costs)
-        for name in ("at_moments", "updated", "updates_on_device"):
+        costs = asdict(replace(self.costs, instants={}))
+        for name in ("at_moments", "at_step", "updated", "updates_on_device", "instants"):
             del costs[name]
         costs["largest_unit"] = dict(zip(("name", "bytes"), self.costs.largest_unit, strict=True))
         return {
