@@ -298,6 +298,7 @@ class _Peaks:
         self.states: dict[str, Numbers] = {}  # of the device, by moment
         self.at_step = 0  # bytes of the device when the last step began
         self.instants: dict[tuple[str, int, Tier], Instants] = {}
+        self._ended = Counter[str]()  # moments by name
 
     @contextlib.contextmanager
     def moment(self, name: str) -> Iterator[None]:
@@ -315,7 +316,8 @@ class _Peaks:
         self._live.begin_moment(name)
 
     def _end(self) -> None:
-        name, number = self._name, sum(one[0] == self._name for one in self.instants) // len(Tier)
+        name, number = self._name, self._ended[self._name]
+        self._ended[name] += 1
         for tier, instants in self._live.instants.items():
             key = f"{name} {tier.value}"
             size, states = instants.peak()

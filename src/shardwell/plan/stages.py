@@ -12,9 +12,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from shardwell.memory import Tier
 from shardwell.pipeline.simulation import most_in_flight
+from shardwell.plan.depths import TwoDepths
 from shardwell.plan.pipes import ONE_F_ONE_B, Pipe, PipeRun, StagePart
 from shardwell.plan.simulation import (
     FEWEST_STEPS,
@@ -190,6 +192,12 @@ class _Lines:
         )
         return cls(pipe, rank, (small, large), (one, other))
 
+    @cached_property
+    def by_block(self) -> tuple[TwoDepths, TwoDepths]:
+        """The costs of all numbers of blocks, with the fewer and with the more micro-batches."""
+        few, more = self.costs
+        return TwoDepths.of(few[0], more[0]), TwoDepths.of(few[1], more[1])
+
     def at(self, target: StagePart) -> StepCosts:
         """Return what a rank takes with other numbers."""
         small, large = self.parts
@@ -197,8 +205,7 @@ class _Lines:
         def line(begin: int, end: int, place: int) -> Callable[[int, int], int]:
             return lambda first, second: first + (second - first) * (place - begin) // max(1, end - begin)
 
-        by_block = line(small.blocks, large.blocks, target.blocks)
-        fewer, more = (along(self.costs[0][at], self.costs[1][at], by_block) for at in (0, 1))
+        fewer, more = (two.at(target.blocks - small.blocks) for two in self.by_block)
         held = along(fewer, more, line(small.in_flight, large.in_flight, target.in_flight))
         moved = along(fewer, more, line(small.micro_batches, large.micro_batches, target.micro_batches))
         return replace(
