@@ -17,8 +17,10 @@ from shardwell.plan.depths import TwoDepths
 from shardwell.plan.estimate import _run, record
 from shardwell.plan.instants import Instants, Lines
 from shardwell.plan.models import decoder
+from shardwell.plan.pipes import Pipe
 from shardwell.plan.recording import ACTIVATIONS, Recording
 from shardwell.plan.simulation import MOMENTS, StepCosts
+from shardwell.plan.stages import of_stages
 
 _ROUNDED = 4096  # bytes: a few blocks of the allocator
 _BLOCK = 512
@@ -171,6 +173,23 @@ def test_the_peak_of_a_step_that_is_only_estimated_is_near() -> None:
     check(report.costs, whole)
 
 
+# Few blocks of the first have the peak of their backward at another instant than all.
+@pytest.mark.slow
+@pytest.mark.parametrize(("stages", "per_stage", "hidden", "ranks"), [(4, 12, 256, 16), (3, 10, 64, 6)])
+def test_a_stage_of_a_pipeline_has_the_peaks_and_states_of_all_its_blocks(
+    stages: int, per_stage: int, hidden: int, ranks: int
+) -> None:
+    sizes = DecoderSizes(stages * per_stage, hidden, 4, 20_000, mlp=2 * hidden)
+    asked = config(1, pipeline={"stages": stages}, gradient_accumulation_steps=8)
+    pipe = Pipe.of(decoder("m", sizes, 1, 128, recomputes=True), asked, machine(ranks))
+    found, notes = of_stages(pipe, is_below=False, verified=True)
+    rank = int(notes[0].split("rank of stage ")[1].split(",")[0])
+    whole, _ = of_stages(pipe, is_below=True, verified=True)
+    assert "few blocks" in notes[0]
+    assert rank in (0, 1, stages - 1)
+    check(found, whole)
+
+
 def test_a_third_depth_that_is_not_on_the_lines_is_noticed() -> None:
     model = decoder("m", DecoderSizes(40, 64, 4, 100, mlp=128), 1, 64, recomputes=True)
     few, more, third, other = (
@@ -188,3 +207,10 @@ def test_a_report_has_no_instants() -> None:
     report = estimate(model, config(3), machine(2))
     assert not report.costs.instants
     assert "instants" not in json.loads(report.json())
+
+
+def test_a_report_says_in_which_moment_the_peak_is() -> None:
+    sizes = DecoderSizes(2, 64, 4, 100, mlp=128)
+    for length, moment in ((8, "step"), (2048, "backward")):
+        report = estimate(decoder("m", sizes, 1, length, recomputes=False), config(0), machine(2))
+        assert f"the device at its peak, in {moment}" in " ".join(str(report).split())

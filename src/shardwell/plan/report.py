@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from shardwell.memory import Tier
 from shardwell.memory.machine import SimulatedMachine
 from shardwell.memory.statistics import human
-from shardwell.plan.simulation import MOMENTS, StepCosts
+from shardwell.plan.simulation import MOMENTS, StepCosts, highest_moment
 from shardwell.plan.step_time import StepTime
 from shardwell.plan.time_report import assumptions, time_sentence, time_table, time_values
 
@@ -151,7 +151,7 @@ class PlanReport:
         memory.add_row("between steps", *(human(self.at_rest(tier)) for tier in Tier), end_section=True)
         for moment in MOMENTS:
             memory.add_row(f"peak in {moment}", *(human(costs.peaks[f"{moment} {tier.value}"]) for tier in Tier))
-        at_peak = Table(title="the device at its peak")
+        at_peak = Table(title=f"the device at its peak, in {highest_moment(costs.peaks)}")
         at_peak.add_column("")
         at_peak.add_column("bytes", justify="right")
         for state, size in costs.at_peak.items():
