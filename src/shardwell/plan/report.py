@@ -151,8 +151,8 @@ class PlanReport:
         memory.add_row("between steps", *(human(self.at_rest(tier)) for tier in Tier), end_section=True)
         for moment in MOMENTS:
             memory.add_row(f"peak in {moment}", *(human(costs.peaks[f"{moment} {tier.value}"]) for tier in Tier))
-        at_peak = Table(title=f"the device at its peak, in {highest_moment(costs.peaks)}")
-        at_peak.add_column("")
+        at_peak = Table(title="the device at its peak")
+        at_peak.add_column(f"in {highest_moment(costs.peaks)}")
         at_peak.add_column("bytes", justify="right")
         for state, size in costs.at_peak.items():
             at_peak.add_row(state, human(size))
