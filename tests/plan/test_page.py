@@ -122,6 +122,23 @@ def test_forms_are_what_the_engine_takes_to_the_byte(what_if: WhatIf) -> None:
         assert what_if.forms[structure].at(point) == simulated_sizes(costs), (structure, point)
 
 
+@pytest.mark.slow
+def test_forms_divide_a_peak_of_the_device_into_states_as_a_simulation_does(what_if: WhatIf) -> None:
+    plan = asked()
+    for structure, point in points(what_if, 4, 3):
+        costs, _ = plan.structure_class(structure).run(point)
+        forms = what_if.forms[structure]
+        for moment, expected in costs.at_moments.items():
+            instants = [
+                {state: evaluate(tree, forms.values(point)) for state, tree in parts.items()}
+                for parts in forms.peaks[f"{moment} device"]
+            ]
+            highest = max(instants, key=lambda parts: sum(parts.values()))  # of equal ones the first, as the page does
+            for state, size in expected.items():
+                apart = abs(highest.get(state, 0) - size)
+                assert apart <= 4096, (structure, point, moment, state)  # a few blocks of the allocator
+
+
 @pytest.mark.parametrize("structure", [Structure(0), Structure(3, codec="both"), Structure(3, "nvme", "nvme")])
 def test_a_step_after_one_that_only_touches_parameters_is_a_step_after_a_whole_one(structure: Structure) -> None:
     """Forms are made from such steps; what they are compared with has two whole ones."""
