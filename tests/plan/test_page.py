@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from shardwell.plan import SimulatedMachine, SimulatedRanks
-from shardwell.plan.forms import make_forms, simulated_sizes
+from shardwell.plan.forms import _growing, make_forms, simulated_sizes
 from shardwell.plan.models import PRESETS, PlanModel, decoder
 from shardwell.plan.page import PlanPage
 from shardwell.plan.simulation import FEWEST_STEPS
@@ -85,6 +85,11 @@ def test_the_layout_of_symbols_is_the_layout_of_numbers() -> None:
         for ranks in (2, 3, 7, 16, 1000):
             whole = make_layout([TensorSpec("", (numel,))], ranks)
             assert evaluate(tree, {"ranks": ranks}) == whole.shard_numel
+
+
+def test_sizes_that_grow_with_the_depth_are_told_from_those_of_one_depth_by_chance() -> None:
+    assert _growing([672, 96, 696], [107_520, 744, 104, 768], 9) == [(672, 744), (96, 104), (696, 768)]
+    assert _growing([12_288, 672, 96, 688], [744, 104, 760], 9) == [(672, 744), (96, 104), (688, 760)]
 
 
 def test_a_staging_buffer_is_a_rounded_shard_and_not_a_shard_and_some_bytes() -> None:
