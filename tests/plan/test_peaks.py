@@ -98,18 +98,18 @@ def test_at_a_peak_in_the_backward_of_the_loss_there_are_no_gradients_yet() -> N
 
 
 def test_a_tensor_that_the_engine_counts_later_was_of_its_state_from_the_beginning() -> None:
-    instants = Instants([100, 612, 612], [(0, (100, 0, 0, 0)), (512, (100, 0, 0, 0)), (512, (100, 0, 0, 0))])
+    instants = Instants([100, 612, 612], [0, 512, 512], [(100, 0, 0, 0)] * 3)
     instants.count_as(StateKind.GRADIENTS, 500, 1)
     states = {"parameters": 100, "gradients": 500, "optimizer": 0, "staging": 0, ACTIVATIONS: 12}
     assert instants.peak() == (612, states)
-    assert instants.parts[0] == (0, (100, 0, 0, 0))
+    assert (instants.activations[0], instants.states[0]) == (0, (100, 0, 0, 0))
 
 
 # ------------------------------------------------------------------------------------------------------- more blocks
 
 
 def course(*totals: int) -> Instants:
-    return Instants(list(totals), [(total, (0, 0, 0, 0)) for total in totals])
+    return Instants(list(totals), list(totals), [(0, 0, 0, 0)] * len(totals))
 
 
 def test_another_instant_may_be_the_highest_with_more_blocks() -> None:

@@ -16,6 +16,7 @@ import numpy as np
 from shardwell.memory import StateKind
 from shardwell.plan.recording import ACTIVATIONS
 
+_PLACES = {state: place for place, state in enumerate(StateKind)}
 PARTS = (ACTIVATIONS, *(state.value for state in StateKind))
 
 
@@ -24,29 +25,35 @@ class Instants:
     """The bytes of a tier at each instant of a moment at which it may have its peak."""
 
     totals: list[int] = field(default_factory=list)
-    parts: list[tuple[int, tuple[int, ...]]] = field(default_factory=list)  # of the device: activations, and the states
+    activations: list[int] = field(default_factory=list)  # of the device, those of the totals
+    states: list[tuple[int, ...]] = field(default_factory=list)  # the same: the others, by `StateKind`
 
     def peak(self) -> tuple[int, dict[str, int]]:
         """Return the most bytes, and on the device what they are of: the states, then activations."""
         most = max(self.totals)
-        return most, {} if not self.parts else _by_state(*self._row(self.totals.index(most)))
+        return most, {} if not self.states else _by_state(*self._row(self.totals.index(most)))
 
     def count_as(self, state: StateKind, size: int, since: int) -> None:
         """Count bytes as of a state that were counted as activations from an instant on."""
-        for place in range(since, len(self.parts)):
-            activations, states = self.parts[place]
-            moved = (held + size if kind is state else held for kind, held in zip(StateKind, states, strict=True))
-            self.parts[place] = activations - size, tuple(moved)
+        for place in range(since, len(self.states)):
+            self.activations[place] -= size
+            self.states[place] = with_more(self.states[place], state, size)
 
     def rows(self) -> Any:
         """Return an array with a row for each instant: the parts, or the total where there are none."""
-        if not self.parts:
+        if not self.states:
             return np.array(self.totals, dtype=np.int64)[:, None]
-        return np.array([self._row(place) for place in range(len(self.parts))], dtype=np.int64)
+        return np.column_stack([np.array(one, dtype=np.int64) for one in (self.activations, self.states)])
 
     def _row(self, place: int) -> tuple[int, ...]:
-        activations, states = self.parts[place]
-        return activations, *states
+        return self.activations[place], *self.states[place]
+
+
+def with_more(states: tuple[int, ...], state: StateKind, size: int) -> tuple[int, ...]:
+    """Return the bytes of all states with more, or fewer, of one."""
+    found = list(states)
+    found[_PLACES[state]] += size
+    return tuple(found)
 
 
 def _by_state(activations: int, *states: int) -> dict[str, int]:

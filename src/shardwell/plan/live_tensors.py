@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwell.memory import Device, MemoryStats, StateKind, Tier
-from shardwell.plan.instants import Instants
+from shardwell.plan.instants import Instants, with_more
 from shardwell.plan.meta_kernels import run, tensors_in
 from shardwell.plan.recording import Recording
 
@@ -58,9 +58,7 @@ class LiveTensors(TorchDispatchMode):
         if self.recording is not None:
             self.recording.changed(state, unit, tier, size)
         if tier is Tier.DEVICE:
-            self._states = tuple(
-                held + size if kind is state else held for kind, held in zip(StateKind, self._states, strict=True)
-            )
+            self._states = with_more(self._states, state, size)
             self._held += size
             if size > 0:
                 self._leave_to_statistics(state)
@@ -159,8 +157,10 @@ class LiveTensors(TorchDispatchMode):
     def _look(self) -> None:
         if self.recording is not None:
             self.recording.look()
-        self._on_device.totals.append(self.now + self._held)
-        self._on_device.parts.append((self.now, self._states))
+        instants = self._on_device
+        instants.totals.append(self.now + self._held)
+        instants.activations.append(self.now)
+        instants.states.append(self._states)
 
     def _note_copy(self, args: Any) -> None:
         target, source = args[:2]
