@@ -65,7 +65,8 @@ def test_small_parameters_of_few_blocks_are_shared_as_those_of_all(
         assert abs(few.costs.peaks["step device"] - whole.peaks["step device"]) <= _ROUNDED
     if "in the step alone" in note:
         highest = max(whole.peaks[f"{moment} device"] for moment in ("forward", "backward"))
-        assert few.costs.peaks["step device"] <= whole.peaks["step device"] + _ROUNDED < highest
+        assert abs(few.costs.peaks["step device"] - whole.peaks["step device"]) < 0.2 * whole.peaks["step device"]
+        assert whole.peaks["step device"] < highest
 
 
 @pytest.mark.parametrize("together", [2, 9])

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from shardwell.plan import SimulatedMachine, SimulatedRanks
-from shardwell.plan.forms import make_forms, simulated_sizes
+from shardwell.plan.forms import _growing, make_forms, simulated_sizes
 from shardwell.plan.models import PRESETS, PlanModel, decoder
 from shardwell.plan.page import PlanPage
 from shardwell.plan.simulation import FEWEST_STEPS
@@ -87,6 +87,11 @@ def test_the_layout_of_symbols_is_the_layout_of_numbers() -> None:
             assert evaluate(tree, {"ranks": ranks}) == whole.shard_numel
 
 
+def test_sizes_that_grow_with_the_depth_are_told_from_those_of_one_depth_by_chance() -> None:
+    assert _growing([672, 96, 696], [107_520, 744, 104, 768], 9) == [(672, 744), (96, 104), (696, 768)]
+    assert _growing([12_288, 672, 96, 688], [744, 104, 760], 9) == [(672, 744), (96, 104), (688, 760)]
+
+
 def test_a_staging_buffer_is_a_rounded_shard_and_not_a_shard_and_some_bytes() -> None:
     """At three points 32 bytes more than a shard may be what rounding adds; at others it adds none, or others."""
     points = [
@@ -120,6 +125,23 @@ def test_forms_are_what_the_engine_takes_to_the_byte(what_if: WhatIf) -> None:
     for structure, point in points(what_if, 4, 1):
         costs, _ = plan.structure_class(structure).run(point)
         assert what_if.forms[structure].at(point) == simulated_sizes(costs), (structure, point)
+
+
+@pytest.mark.slow
+def test_forms_divide_a_peak_of_the_device_into_states_as_a_simulation_does(what_if: WhatIf) -> None:
+    plan = asked()
+    for structure, point in points(what_if, 4, 3):
+        costs, _ = plan.structure_class(structure).run(point)
+        forms = what_if.forms[structure]
+        for moment, expected in costs.at_moments.items():
+            instants = [
+                {state: evaluate(tree, forms.values(point)) for state, tree in parts.items()}
+                for parts in forms.peaks[f"{moment} device"]
+            ]
+            highest = max(instants, key=lambda parts: sum(parts.values()))  # of equal ones the first, as the page does
+            for state, size in expected.items():
+                apart = abs(highest.get(state, 0) - size)
+                assert apart <= 4096, (structure, point, moment, state)  # a few blocks of the allocator
 
 
 @pytest.mark.parametrize("structure", [Structure(0), Structure(3, codec="both"), Structure(3, "nvme", "nvme")])

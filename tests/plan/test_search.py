@@ -202,3 +202,12 @@ def test_what_does_not_fit_is_told_the_smallest_change() -> None:
     assert "Why does it not fit" in found.question
     assert found.figures["change"].startswith("stage ")
     assert "The smallest change that was found to fit" in found.words
+    assert "Most of the device's peak are optimizer" in found.words
+
+
+@pytest.mark.slow
+def test_a_plan_that_lacks_room_on_the_host_is_not_explained_by_the_device() -> None:
+    offloaded = {"stage": 2, "offload_optimizer": {"device": "cpu", "ratio": 1.0}}
+    found = answers({"zero_optimization": offloaded}, machine(4, 4, host_bytes=1e6))[0]
+    assert "on the host where" in found.words
+    assert "device's peak" not in found.words

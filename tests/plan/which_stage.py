@@ -10,16 +10,15 @@ import json
 import sys
 import textwrap
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 from shardwell.memory import Tier
 from shardwell.plan import SimulatedMachine, SimulatedRanks, estimate
 from shardwell.plan.devices import gpu
-from shardwell.plan.estimate import fewest_blocks, record
 from shardwell.plan.models import PRESETS, decoder
 from shardwell.plan.report import RESERVE
-from shardwell.plan.simulation import MOMENTS
 from shardwell.plan.what_if import Structure
 
 FOLDER = Path(__file__).parent
@@ -61,26 +60,47 @@ def states(stage: int, ranks: int, steps: int) -> int:
     return sum(costs.at_peak[name] for name in ("parameters", "gradients", "optimizer"))
 
 
-def per_block(structure: Structure, ranks: int) -> dict[str, list[int]]:
-    """Return depth, parameters, and peaks of a rank on each tier, at two depths; each more block adds the same."""
-    asked = config(structure.zero(), 1)
-    found: dict[str, list[int]] = {"depth": [], "parameters": [], **{tier.value: [] for tier in Tier}}
-    for depth in (fewest_blocks(asked), fewest_blocks(asked) + 1):
-        model = decoder("m", MODEL, 1, SEQUENCE, recomputes=True)
-        machine = SimulatedMachine(ranks=SimulatedRanks(0, ranks, 8))
-        costs, _ = record(model.build(depth), asked, machine, model.inputs)
-        found["depth"].append(depth)
-        found["parameters"].append(costs.num_parameters)
-        for tier in Tier:
-            found[tier.value].append(max(costs.peaks[f"{moment} {tier.value}"] for moment in MOMENTS))
-    return found
+@cache
+def planned(structure: Structure, ranks: int, layers: int) -> tuple[int, int, int, int]:
+    """Return the peak of the device, the parameters, and the peaks of host and disk of a rank with so many layers."""
+    model = decoder("m", replace(MODEL, layers=layers), 1, SEQUENCE, recomputes=True)
+    machine = SimulatedMachine(ranks=SimulatedRanks(0, ranks, 8))
+    found = estimate(model, config(structure.zero(), 1), machine, verified=False)
+    peaks = (found.peak(tier) for tier in (Tier.DEVICE, Tier.HOST, Tier.DISK))
+    device, host, disk = peaks
+    return device, found.costs.num_parameters, host, disk
+
+
+def most_layers(structure: Structure, ranks: int, name: str) -> int:
+    """Return the most layers with which the device's peak fits a GPU; a peak is a convex function of their number."""
+    room = gpu(name).memory_bytes * (1 - RESERVE)
+
+    def peak(layers: int) -> int:
+        return planned(structure, ranks, layers)[0]
+
+    low, high = 4, 0  # layers that fit, and once some are known layers that do not
+    while high != low + 1:
+        begin, end = (low, high) if high else (low - 1, low)
+        found = begin + int((room - peak(begin)) * (end - begin) // (peak(end) - peak(begin)))
+        found = max(low + 1, min(found, high - 1) if high else found)
+        if peak(found) <= room:
+            low = found
+        else:
+            high = found
+    return low
+
+
+def largest(structure: Structure, ranks: int) -> dict[str, list[int]]:
+    """Return for each GPU the layers of the largest model, its parameters, and host and disk bytes of a rank."""
+    found = {name: most_layers(structure, ranks, name) for name in GPUS}
+    return {name: [layers, *planned(structure, ranks, layers)[1:]] for name, layers in found.items()}
 
 
 def fits(structure: Structure, ranks: int, name: str, layers: int) -> bool:
     """Plan a model of so many layers on a GPU, and return whether it fits."""
     model = decoder("m", replace(MODEL, layers=layers), 1, SEQUENCE, recomputes=True)
     machine = SimulatedMachine(gpu(name).memory_bytes, ranks=SimulatedRanks(0, ranks, 8))
-    return estimate(model, config(structure.zero(), 1), machine, verified=False).fits
+    return estimate(model, config(structure.zero(), 1), machine).fits
 
 
 def figures(wanted: str = "") -> dict[str, int | dict[str, list[int]]]:
@@ -94,21 +114,8 @@ def figures(wanted: str = "") -> dict[str, int | dict[str, list[int]]]:
     for name, structure in STRUCTURES.items():
         for ranks in CLUSTERS:
             if f"size {ranks}".startswith(wanted):
-                found[f"size {ranks} {name}"] = per_block(structure, ranks)
+                found[f"size {ranks} {name}"] = largest(structure, ranks)
     return found
-
-
-def largest(found: dict[str, list[int]], name: str) -> tuple[int, int, int, int]:
-    """Return the most parameters whose device peak fits a GPU, the layers, and host and disk bytes of a rank."""
-    room = gpu(name).memory_bytes * (1 - RESERVE)
-    begin = found["depth"][0]
-
-    def at(key: str, layers: int) -> int:
-        first, second = found[key]
-        return first + (second - first) * (layers - begin)
-
-    layers = begin + int((room - found["device"][0]) // (found["device"][1] - found["device"][0]))
-    return at("parameters", layers), layers, at("host", layers), at("disk", layers)
 
 
 def wrapped(text: str) -> str:
@@ -179,7 +186,7 @@ def written(found: dict[str, Any]) -> str:
         for name in STRUCTURES:
             cells = []
             for device in GPUS:
-                parameters, _, host, disk = largest(found[f"size {ranks} {name}"], device)
+                _, parameters, host, disk = found[f"size {ranks} {name}"][device]
                 below = [f"{8 * bytes_ / 1e12:.1f} {tier}" for bytes_, tier in ((host, "host"), (disk, "NVMe"))
                          if 8 * bytes_ > 5e10]  # fmt: skip
                 cells.append(f"{parameters / 1e9:.1f}" + (f" ({', '.join(below)})" if below else ""))

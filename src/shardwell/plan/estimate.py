@@ -27,6 +27,7 @@ from shardwell.memory.statistics import human
 from shardwell.offload.grad_offload import WAITING_SHARE
 from shardwell.offload.optimizer_swap import FEWEST_BUFFERS
 from shardwell.plan.axes import ranks_along
+from shardwell.plan.depths import TwoDepths
 from shardwell.plan.pipe_time import time_of_pipe
 from shardwell.plan.pipes import Pipe, num_stages
 from shardwell.plan.recording import Recording
@@ -37,14 +38,13 @@ from shardwell.plan.simulation import (
     BlockModel,
     StepCosts,
     along,
-    are_alike,
     naming_inputs,
     on_meta,
     simulate,
 )
 from shardwell.plan.stages import of_stages
 from shardwell.plan.step_time import StepTime, extrapolated, simulate_time
-from shardwell.plan.update_chunks import UpdateChunks, may_be_highest, with_exact_step, without_step
+from shardwell.plan.update_chunks import UpdateChunks, with_estimated_step, with_exact_step
 
 _FEWEST = 4  # blocks: fewer have no block that computes while two others are all-gathered ahead of it
 _FEWEST_BELOW = 9  # blocks: with state on host or disk all staging buffers are in use
@@ -134,7 +134,7 @@ def estimate(
         notes = [*notes, f"the host updates more slowly than backward makes gradients: {words}"]
     share = _active_share(model, settings, costs.num_parameters) if isinstance(model, BlockModel) else 1.0
     given = settings if isinstance(settings, dict) else {}
-    return PlanReport(name, given, machine, costs, tuple(notes), time, share)
+    return PlanReport(name, given, machine, replace(costs, instants={}), tuple(notes), time, share)
 
 
 def _of_secondary_shards(config: Any, machine: SimulatedMachine) -> list[str]:
@@ -216,18 +216,19 @@ def _of_blocks(
         found = [costs for costs, _ in runs]
         chunks, units = UpdateChunks(first, found[0].updated, found[1].updated), model.layers // bundle
         is_plain = not found[0].updates_on_device or chunks.is_plain(units)
-        alike = found if is_plain else [without_step(one) for one in found]
-        if verified and not are_alike(_extrapolated(alike[0], alike[1], depths, depths[2]), alike[2]):
+        two = TwoDepths.of(found[0], found[1])
+        if verified and not two.is_confirmed(found[2], 2, units - first, with_step=is_plain):
             continue
         if verified or found[0].kept == found[1].kept:
-            whole = _extrapolated(found[0], found[1], depths, model.layers)
-            whole = replace(whole, largest_unit=found[-1].largest_unit)
+            whole = replace(two.at(units - first), largest_unit=found[-1].largest_unit)
             same = f"{depths[0]}, {depths[1]} and {depths[2]} of {model.layers} identical blocks were simulated"
-            if not is_plain and may_be_highest(whole):
+            bound = None if is_plain else with_estimated_step(whole, found[0], chunks, units)
+            if bound is not None:
+                whole = bound
+                same += "; the device's peak in the step alone, less than half of its highest, is an estimate"
+            elif not is_plain:
                 at = functools.partial(_touched_at, model, config, machine, loss, bundle)
                 whole = with_exact_step(whole, chunks, units, at)
-            elif not is_plain:
-                same += "; the device's peak in the step alone, less than half of its highest, may be somewhat higher"
             return whole, [*runs[-1][1], *([same] if verified else [])]
     return _at(model, model.layers, config, machine, loss)
 
@@ -467,12 +468,6 @@ def _is_below(config: Any) -> bool:
     blocks = (zero.get("offload_optimizer") or {}, zero.get("offload_param") or {})
     own = config.get("shardwell", {}) if isinstance(config, Mapping) else {}
     return any(block.get("device", "none") != "none" for block in blocks) or own.get("placement") == "auto"
-
-
-def _extrapolated(one: StepCosts, other: StepCosts, depths: tuple[int, ...], depth: int) -> StepCosts:
-    """Return the costs at another depth, if each number is a constant and an amount for each block."""
-    blocks, between = depth - depths[0], depths[1] - depths[0]
-    return along(one, other, lambda first, second: first + (second - first) * blocks // between)
 
 
 def tokens(micro_batch: int, sequence: int) -> Tensor:

@@ -80,7 +80,9 @@ class Explanation:
         way = "Nothing that was tried makes it fit." if change is None else (
             f"The smallest change that was found to fit: {change[0].words}. {change[1].sentence()}"
         )  # fmt: skip
-        words = f"{self.report.sentence()} Most of the device's peak are {most[0]}, {human(most[1])}. {way}"
+        lacks_device = any(one.tier is Tier.DEVICE and not one.fits for one in self.report.verdicts())
+        what = f"Most of the device's peak are {most[0]}, {human(most[1])}. " if lacks_device else ""
+        words = f"{self.report.sentence()} {what}{way}"
         return Answer(
             "Why does it not fit, and what is the smallest change that would?",
             words,

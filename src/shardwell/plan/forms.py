@@ -212,11 +212,22 @@ def _constants(runs: Sequence[Sequence[Recording]], depths: tuple[int, int]) -> 
     for row in runs:
         same = zip(*([abs(change.size) for change in run.changes] for run in row), strict=False)
         sizes.append(list(dict.fromkeys(one[0] for one in same if len(set(one)) == 1)))
-    only = [[size for size in sizes[at] if size not in sizes[1 - at]] for at in (0, 1)]
-    if len(only[0]) != len(only[1]):
-        return [{}, {}]
-    trees = [plus(a - (b - a) * depths[0], times(b - a, "depth")) for a, b in zip(*only, strict=True)]
-    return [dict(zip(one, trees, strict=True)) for one in only]
+    first, second = ([size for size in sizes[at] if size not in sizes[1 - at]] for at in (0, 1))
+    pairs = list(zip(first, second, strict=True)) if len(first) == len(second) else _growing(first, second, depths[0])
+    trees = [plus(a - (b - a) * depths[0], times(b - a, "depth")) for a, b in pairs]
+    return [{pair[at]: tree for pair, tree in zip(pairs, trees, strict=True)} for at in (0, 1)]
+
+
+def _growing(first: list[int], second: list[int], depth: int) -> list[tuple[int, int]]:
+    """Return the sizes that grow with the depth, in order: others are of one depth by chance, as two may be equal."""
+    pairs, begin = [], 0
+    for size in first:
+        for place, other in enumerate(second[begin:], begin):
+            if 0 < (other - size) * depth <= size:
+                pairs.append((size, other))
+                begin = place + 1
+                break
+    return pairs
 
 
 def _trace(runs: Sequence[Recording], sizes: Sizes, names: list[str], units: dict[str, list[str]]) -> _Trace:
@@ -280,7 +291,7 @@ def _instants(trace: _Trace, tier: Tier) -> Iterator[tuple[str, Parts]]:
 
 def _add(now: dict[str, Counter[Tree]], change: Change, terms: Terms, tier: Tier) -> None:
     if change.tier is tier:
-        total = now.setdefault(change.state, Counter())
+        total = now.setdefault(change.part, Counter())
         for tree, factor in terms.items():
             total[tree] += factor
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwell.memory import Device, MemoryStats, StateKind, Tier
+from shardwell.plan.instants import Instants, with_more
 from shardwell.plan.meta_kernels import run, tensors_in
 from shardwell.plan.recording import Recording
 
@@ -27,12 +28,13 @@ _TO_COPY = torch.ops.aten._to_copy.default
 class _Living(weakref.ref[torch.UntypedStorage]):
     """A storage that is counted, with the id that it has while it lives."""
 
-    __slots__ = ("key",)
+    __slots__ = ("key", "since")
     key: int
+    since: int  # the first instant of this moment at which it is there
 
 
 class LiveTensors(TorchDispatchMode):
-    """The bytes of tensors on the device that no statistics count, now and at the peak of everything together."""
+    """The bytes of tensors on the device that no statistics count, and the instants of a moment with those of all."""
 
     def __init__(self, stats: MemoryStats, device: Device, recording: Recording | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -41,8 +43,10 @@ class LiveTensors(TorchDispatchMode):
         self._living: dict[int, _Living] = {}  # the same storages
         self._new: list[_Living] = []  # which the statistics may count after all
         self.now = self.host_now = 0
-        self.peak, self.at_peak = 0, 0  # bytes of all, and those of them that are counted here
-        self.host_peak = 0  # bytes of all in host memory
+        self._states = tuple(stats.report().total(state, tier=Tier.DEVICE) for state in StateKind)
+        self._held = sum(self._states)  # bytes that the statistics count on the device
+        self.instants = {tier: Instants() for tier in Tier}  # of the moment that goes on
+        self._on_device = self.instants[Tier.DEVICE]
         self.to_host = self.to_device = 0  # bytes of copies
         self.copied_to_host = weakref.WeakSet[torch.UntypedStorage]()  # by `to`, which names no memory that would tell
         self.recording = recording
@@ -53,11 +57,14 @@ class LiveTensors(TorchDispatchMode):
         """Note that the statistics of an engine count more bytes than before, or fewer."""
         if self.recording is not None:
             self.recording.changed(state, unit, tier, size)
-        if tier is Tier.DEVICE and size > 0:
-            self._leave_to_statistics()
-            self._look()
-        elif tier is Tier.HOST and size > 0:
-            self._look_at_host()
+        if tier is Tier.DEVICE:
+            self._states = with_more(self._states, state, size)
+            self._held += size
+            if size > 0:
+                self._leave_to_statistics(state)
+                self._look()
+        elif size > 0:
+            self._look_below(tier)
 
     # -------------------------------------------------------------------------------------------------- operations
 
@@ -101,7 +108,7 @@ class LiveTensors(TorchDispatchMode):
         size = -(-num_bytes // _BLOCK) * _BLOCK
         self._sizes[key] = size
         self._living[key] = living = _Living(storage, self._forgotten)
-        living.key = key
+        living.key, living.since = key, len(self._on_device.totals)
         if self.recording is not None:
             self.recording.entered(key, num_bytes)
         self.now += size
@@ -119,13 +126,13 @@ class LiveTensors(TorchDispatchMode):
             self._device.uncounted_on_host.discard(storage)  # is entered once
             self.host_now += storage.nbytes()
             weakref.finalize(storage, self._forget_on_host, storage.nbytes())
-            self._look_at_host()
+            self._look_below(Tier.HOST)
 
     def _forget_on_host(self, size: int) -> None:
         self.host_now -= size
 
-    def _look_at_host(self) -> None:
-        self.host_peak = max(self.host_peak, self.host_now + self._stats.total(Tier.HOST))
+    def _look_below(self, tier: Tier) -> None:
+        self.instants[tier].totals.append(self._stats.total(tier) + (self.host_now if tier is Tier.HOST else 0))
 
     def _forgotten(self, living: _Living) -> None:
         self._forget(living.key)
@@ -136,19 +143,24 @@ class LiveTensors(TorchDispatchMode):
         if self.recording is not None:
             self.recording.left(key)
 
-    def _leave_to_statistics(self) -> None:
-        """Forget the storages that the statistics have begun to count since they were made."""
-        new, self._new = [ref() for ref in self._new], []
-        for storage in new:
+    def _leave_to_statistics(self, state: StateKind) -> None:
+        """Forget the storages that the statistics have begun to count since they were made: they were of this state."""
+        new, self._new = self._new, []
+        for living in new:
+            storage = living()
             if storage is not None and storage in self._device.counted:
-                self._forget(id(storage))
+                self._on_device.count_as(state, storage.nbytes(), living.since)
+                if self.recording is not None:
+                    self.recording.counted(living.key, state)
+                self._forget(living.key)
 
     def _look(self) -> None:
         if self.recording is not None:
             self.recording.look()
-        total = self.now + self._stats.total(Tier.DEVICE)
-        if total > self.peak:
-            self.peak, self.at_peak = total, self.now
+        instants = self._on_device
+        instants.totals.append(self.now + self._held)
+        instants.activations.append(self.now)
+        instants.states.append(self._states)
 
     def _note_copy(self, args: Any) -> None:
         target, source = args[:2]
@@ -168,13 +180,17 @@ class LiveTensors(TorchDispatchMode):
     # ------------------------------------------------------------------------------------------------------- peaks
 
     def begin_moment(self, name: str) -> None:
-        """Begin to look for the peak anew."""
+        """Begin to look for the peaks anew."""
         if self.recording is not None:
             self.recording.begin_moment(name)
         self._stats.reset_peak()
-        self.peak = self.host_peak = 0
+        self.instants = {tier: Instants() for tier in Tier}
+        self._on_device = self.instants[Tier.DEVICE]
+        for living in self._new:
+            living.since = 0
         self._look()
-        self._look_at_host()
+        for tier in (Tier.HOST, Tier.DISK):
+            self._look_below(tier)
 
 
 def _inputs_of(place: int, result: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:

@@ -7,7 +7,7 @@ which is one product; sums and peaks of them follow.
 from __future__ import annotations
 
 from collections import defaultdict
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from shardwell.memory import StateKind, Tier
@@ -23,6 +23,12 @@ class Change:
     tier: Tier
     unit: str
     size: int
+    becomes: str = ""  # the state of a tensor that an operation made, and that the engine counts from then on
+
+    @property
+    def part(self) -> str:
+        """The state that the bytes are shown as."""
+        return self.becomes or self.state
 
 
 @dataclass
@@ -35,7 +41,7 @@ class Recording:
     moments: list[tuple[str, int]] = field(default_factory=list)  # names, and the number of changes before each
     received: list[tuple[str, str, int]] = field(default_factory=list)  # kind, hop and bytes of each collective
     groups: dict[str, list[tuple[int, int]]] = field(default_factory=dict)  # of units: elements and parameters of each
-    _activations: dict[int, int] = field(default_factory=dict)  # bytes by the id of a living storage
+    _activations: dict[int, int] = field(default_factory=dict)  # the change that made it, by the id of a living storage
 
     def begin_step(self) -> None:
         """Forget the step before."""
@@ -54,14 +60,20 @@ class Recording:
     def entered(self, key: int, size: int) -> None:
         """Note an activation; the allocator will round its bytes up."""
         if size:
-            self._activations[key] = size
+            self._activations[key] = len(self.changes)
             self.changes.append(Change(ACTIVATIONS, Tier.DEVICE, "", size))
+
+    def counted(self, key: int, state: StateKind) -> None:
+        """Note that an activation was of a state, which the engine counts from now on."""
+        if key in self._activations:
+            made = self._activations[key]
+            self.changes[made] = replace(self.changes[made], becomes=state.value)
 
     def left(self, key: int) -> None:
         """Note that an activation is freed, or counted by the engine from now on."""
-        size = self._activations.pop(key, 0)
-        if size:
-            self.changes.append(Change(ACTIVATIONS, Tier.DEVICE, "", -size))
+        made = self._activations.pop(key, None)
+        if made is not None:
+            self.changes.append(replace(self.changes[made], size=-self.changes[made].size))
 
     def look(self) -> None:
         """Note that the device may be at its peak now."""

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from shardwell.memory import Tier
 from shardwell.memory.machine import SimulatedMachine
 from shardwell.memory.statistics import human
-from shardwell.plan.simulation import MOMENTS, StepCosts
+from shardwell.plan.simulation import MOMENTS, StepCosts, highest_moment
 from shardwell.plan.step_time import StepTime
 from shardwell.plan.time_report import assumptions, time_sentence, time_table, time_values
 
@@ -115,8 +115,8 @@ class PlanReport:
 
     def as_dict(self) -> dict[str, Any]:
         """Return everything as values of JSON; all sizes are bytes."""
-        costs = asdict(self.costs)
-        for name in ("at_moments", "updated", "updates_on_device"):
+        costs = asdict(replace(self.costs, instants={}))
+        for name in ("at_moments", "at_step", "updated", "updates_on_device", "instants"):
             del costs[name]
         costs["largest_unit"] = dict(zip(("name", "bytes"), self.costs.largest_unit, strict=True))
         return {
@@ -152,7 +152,7 @@ class PlanReport:
         for moment in MOMENTS:
             memory.add_row(f"peak in {moment}", *(human(costs.peaks[f"{moment} {tier.value}"]) for tier in Tier))
         at_peak = Table(title="the device at its peak")
-        at_peak.add_column("")
+        at_peak.add_column(f"in {highest_moment(costs.peaks)}")
         at_peak.add_column("bytes", justify="right")
         for state, size in costs.at_peak.items():
             at_peak.add_row(state, human(size))

@@ -8,7 +8,7 @@ import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -21,8 +21,8 @@ from shardwell import checkpointing, virtual_time
 from shardwell.config import Config
 from shardwell.engine import Engine
 from shardwell.errors import ShardwellError
-from shardwell.memory import StateKind, Tier
-from shardwell.memory.device import MemoryStats, observed_statistics
+from shardwell.memory import Tier
+from shardwell.memory.device import observed_statistics
 from shardwell.memory.machine import SimulatedMachine, simulated
 from shardwell.optim.executor import InlineExecutor
 from shardwell.optim.param_slices import ParamSlice
@@ -30,15 +30,16 @@ from shardwell.parallel.grid import Grid
 from shardwell.pipeline.operations import Operation, Pass
 from shardwell.plan.decoder import Decoder
 from shardwell.plan.fused_kernels import FusedKernels
+from shardwell.plan.instants import Instants
 from shardwell.plan.live_tensors import LiveTensors
-from shardwell.plan.recording import ACTIVATIONS, ReceivedBytes, Recording
+from shardwell.plan.recording import ReceivedBytes, Recording
 
 MOMENTS = ("forward", "backward", "step")
 LAST_BACKWARD = "last backward"  # of a stage of a pipeline: after it gradients are reduced
 _FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
 FEWEST_STEPS, STEPS = 2, 3  # the first allocates state; the third must take what the second took
 
-_ROUNDED = 4096  # bytes: a few blocks of the allocator
+ROUNDED = 4096  # bytes: a few blocks of the allocator
 
 Numbers = dict[str, int]
 
@@ -53,6 +54,7 @@ class StepCosts:
     peaks: Numbers  # "moment tier": bytes
     at_peak: Numbers  # by state, and "activations": the device at its highest peak
     at_moments: dict[str, Numbers]  # the same, at the peak of each moment
+    at_step: int  # bytes of the device when the step begins
     largest_unit: tuple[str, int]  # its name and its bytes when it is unsharded
     traffic: Numbers  # "kind hop": bytes received in a step
     calls: Numbers  # by kind: collectives in a step
@@ -61,6 +63,8 @@ class StepCosts:
     updated: tuple[int, ...] = ()  # the elements of each unit that a rank steps
     updates_on_device: bool = False  # all of them
     bundle: int = 1  # the most blocks that are one unit: fewer do not tell of all
+    instants: dict[tuple[str, int, Tier], Instants] = field(default_factory=dict, compare=False, repr=False)
+    # by moment, number of the micro-step and tier: where peaks may be
 
 
 @dataclass(frozen=True)
@@ -77,18 +81,28 @@ class BlockModel:
 
 
 def along(one: StepCosts, other: StepCosts, number: Callable[[int, int], int]) -> StepCosts:
-    """Return the costs of which each number follows from those of two others; the largest unit is left out."""
+    """Return the costs of which each number follows from those of two others; the largest unit is left out.
+
+    Peaks of both are taken to be at the same instants.
+    """
 
     def numbers(first: Numbers, second: Numbers) -> Numbers:
         return {key: number(first.get(key, 0), second.get(key, 0)) for key in {**first, **second}}
 
+    peaks = numbers(one.peaks, other.peaks)
+    moments = {
+        name: numbers(states, other.at_moments[name])
+        for name, states in one.at_moments.items()
+        if name in other.at_moments
+    }
     return StepCosts(
         number(one.num_parameters, other.num_parameters),
         number(one.num_trainable, other.num_trainable),
         numbers(one.rest, other.rest),
-        numbers(one.peaks, other.peaks),
-        numbers(one.at_peak, other.at_peak),
-        {name: numbers(states, other.at_moments[name]) for name, states in one.at_moments.items()},
+        peaks,
+        moments.get(highest_moment(peaks), {}),
+        moments,
+        number(one.at_step, other.at_step),
         one.largest_unit if one.largest_unit == other.largest_unit else ("", 0),
         numbers(one.traffic, other.traffic),
         numbers(one.calls, other.calls),
@@ -104,15 +118,20 @@ def are_alike(predicted: StepCosts, found: StepCosts) -> bool:
         "peaks": {},
         "at_peak": {},
         "at_moments": {},
+        "at_step": 0,
         "largest_unit": ("", 0),
         "updated": (),
         "updates_on_device": False,
         "bundle": 1,
     }
     exact = replace(predicted, **apart) == replace(found, **apart)
-    pairs = [(predicted.peaks, found.peaks), (predicted.at_peak, found.at_peak)]
+    moments = predicted.at_moments, found.at_moments
+    pairs = [
+        (predicted.peaks | {"": predicted.at_step}, found.peaks | {"": found.at_step}),
+        *((ours, moments[1].get(name, {})) for name, ours in moments[0].items()),
+    ]
     return exact and all(
-        ours.keys() == theirs.keys() and all(abs(ours[key] - theirs[key]) <= _ROUNDED for key in ours)
+        ours.keys() == theirs.keys() and all(abs(ours[key] - theirs[key]) <= ROUNDED for key in ours)
         for ours, theirs in pairs
     )
 
@@ -206,10 +225,10 @@ def _measured(
                 after = (live.to_host, live.to_device, *((disk.num_read, disk.num_written) if disk else (0, 0)))
                 names = ("to host", "to device", "disk read", "disk written")
                 copies = {name: b - a for name, a, b in zip(names, before, after, strict=True)}
-                found.append(_costs(engine, peaks, copies))
+                found = [*(replace(one, instants={}) for one in found[-1:]), _costs(engine, peaks, copies)]
     finally:
         stats.changed = live.recording = None
-    if len(found) > FEWEST_STEPS and found[-1].rest != found[-2].rest:
+    if len(computes) > FEWEST_STEPS and found[-1].rest != found[-2].rest:
         raise ShardwellError("memory still grew in the last simulated step: the plan would be too low")
     return found[-1]
 
@@ -272,11 +291,14 @@ def _num_bytes(tensor: Tensor, state: dict[str, Any]) -> int:
 class _Peaks:
     """The bytes at the peak of each moment of a step."""
 
-    def __init__(self, stats: MemoryStats, live: LiveTensors) -> None:
-        self._stats, self._live = stats, live
+    def __init__(self, live: LiveTensors) -> None:
+        self._live = live
         self._name = ""  # of the moment that goes on
         self.sizes: Numbers = {}  # "moment tier"
         self.states: dict[str, Numbers] = {}  # of the device, by moment
+        self.at_step = 0  # bytes of the device when the last step began
+        self.instants: dict[tuple[str, int, Tier], Instants] = {}
+        self._ended = Counter[str]()  # moments by name
 
     @contextlib.contextmanager
     def moment(self, name: str) -> Iterator[None]:
@@ -294,21 +316,24 @@ class _Peaks:
         self._live.begin_moment(name)
 
     def _end(self) -> None:
-        report, name = self._stats.report(), self._name
-        peak = max(self._live.peak, report.total(tier=Tier.DEVICE, at_peak=True))
-        if peak > self.sizes.get(f"{name} {Tier.DEVICE.value}", -1):
-            states = {kind.value: report.total(kind, tier=Tier.DEVICE, at_peak=True) for kind in StateKind}
-            self.states[name] = {**states, ACTIVATIONS: peak - sum(states.values())}
-        on_disk = report.total(tier=Tier.DISK, at_peak=True)
-        for tier, size in {Tier.DEVICE: peak, Tier.HOST: self._live.host_peak, Tier.DISK: on_disk}.items():
+        name, number = self._name, self._ended[self._name]
+        self._ended[name] += 1
+        for tier, instants in self._live.instants.items():
             key = f"{name} {tier.value}"
+            size, states = instants.peak()
+            if tier is Tier.DEVICE and size > self.sizes.get(key, -1):
+                self.states[name] = states
+            if tier is Tier.DEVICE and name == MOMENTS[2]:
+                self.at_step = instants.totals[0]
             self.sizes[key] = max(self.sizes.get(key, 0), size)
+            self.instants[name, number, tier] = instants
         self._name = ""
 
 
 def highest_moment(peaks: Numbers) -> str:
     """Return the moment at which the device has its highest peak: of several, the first."""
-    return max((*MOMENTS, LAST_BACKWARD), key=lambda name: peaks.get(f"{name} {Tier.DEVICE.value}", -1))
+    sizes = {name: peaks.get(f"{name} {Tier.DEVICE.value}") for name in (*MOMENTS, LAST_BACKWARD)}
+    return max((size, -place, name) for place, (name, size) in enumerate(sizes.items()) if size is not None)[2]
 
 
 def _step(
@@ -318,7 +343,7 @@ def _step(
     trains: Callable[[Engine], object] | None,
 ) -> _Peaks:
     """Run one step; return the bytes at the peak of each moment."""
-    peaks = _Peaks(engine._context.memory_stats, live)
+    peaks = _Peaks(live)
     if trains is not None:
         with peaks.moment(MOMENTS[0]), _noting_operations(engine, peaks):
             trains(engine)
@@ -373,6 +398,7 @@ def _costs(engine: Engine, peaks: _Peaks, copies: Numbers) -> StepCosts:
         peaks.sizes,
         peaks.states[highest_moment(peaks.sizes)],
         peaks.states,
+        peaks.at_step,
         max(units.items(), key=lambda pair: pair[1], default=("", 0)),
         {f"{kind.value} {hop}": size for (kind, hop), size in traffic.received.items() if size},
         {kind.value: number for kind, number in traffic.calls.items() if number},
@@ -381,6 +407,7 @@ def _costs(engine: Engine, peaks: _Peaks, copies: Numbers) -> StepCosts:
         tuple(sum(group.local_numel for group in unit.trainable) for unit in engine._scheduler.units),
         engine.optimizer is not None and isinstance(engine.optimizer.executor, InlineExecutor),
         _bundle(engine),
+        peaks.instants,
     )
 
 

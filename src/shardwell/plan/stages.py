@@ -12,8 +12,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cached_property
 
+from shardwell.memory import Tier
 from shardwell.pipeline.simulation import most_in_flight
+from shardwell.plan.depths import TwoDepths
 from shardwell.plan.pipes import ONE_F_ONE_B, Pipe, PipeRun, StagePart
 from shardwell.plan.simulation import (
     FEWEST_STEPS,
@@ -26,7 +29,7 @@ from shardwell.plan.simulation import (
     highest_moment,
     simulate,
 )
-from shardwell.plan.update_chunks import UpdateChunks, may_be_highest, with_step_of, without_step
+from shardwell.plan.update_chunks import UpdateChunks, with_estimated_step, with_step_of, without_step
 
 _FEWEST, _FEWEST_AT_3 = 2, 4  # blocks of a stage: at stage 3 two of them are all-gathered ahead of one that computes
 _IN_FLIGHT = 2  # micro-batches, from which on each more adds the same
@@ -48,7 +51,7 @@ def of_stages(pipe: Pipe, *, is_below: bool, verified: bool) -> tuple[StepCosts,
         words = f"stages {', '.join(map(str, found))} of {pipe.num_ranks} were simulated"
     costs = found
     worst = max(costs, key=lambda rank: max(size for key, size in costs[rank].peaks.items() if "device" in key))
-    return _folded(costs[worst]), [
+    return replace(_folded(costs[worst]), instants={}), [
         f"{words}; the figures are of a rank of stage {worst}, whose peak is highest",
         "forwards of a pipeline are between its backwards: their peaks are those while a pass of their kind runs",
     ]
@@ -57,11 +60,14 @@ def of_stages(pipe: Pipe, *, is_below: bool, verified: bool) -> tuple[StepCosts,
 def _folded(costs: StepCosts) -> StepCosts:
     """Return costs whose last backward, which is a moment of its own, is one of the backwards."""
     peaks = {key: size for key, size in costs.peaks.items() if not key.startswith(LAST_BACKWARD)}
+    moments = {name: states for name, states in costs.at_moments.items() if name != LAST_BACKWARD}
     for key, size in costs.peaks.items():
         if key.startswith(LAST_BACKWARD):
             same = key.replace(LAST_BACKWARD, MOMENTS[1])
+            if key.endswith(f" {Tier.DEVICE.value}") and size > peaks.get(same, -1):
+                moments[MOMENTS[1]] = costs.at_moments[LAST_BACKWARD]
             peaks[same] = max(peaks.get(same, 0), size)
-    return replace(costs, peaks=peaks)
+    return replace(costs, peaks=peaks, at_moments=moments, at_peak=moments[highest_moment(peaks)])
 
 
 def like(pipe: Pipe, rank: int) -> int:
@@ -117,12 +123,13 @@ def _of_few(pipe: Pipe, verified: bool) -> dict[int, StepCosts] | None:
                 return None
         target = StagePart(pipe.num_blocks(rank), most_in_flight(pipe.schedule, rank), pipe.num_micro_batches)
         found[rank] = lines[one].at(target)
-        if not lines[one].is_plain(target.blocks) and may_be_highest(found[rank]):
+        if not lines[one].is_plain(target.blocks):
+            bound = lines[one].with_estimated_step(found[rank], target.blocks)
             place = one, target.blocks
-            if place not in exact:
+            if bound is None and place not in exact:
                 all_of_them = replace(_smallest(pipe, one), blocks=target.blocks)
                 exact[place] = _ran(pipe.few(one, all_of_them), FEWEST_STEPS)
-            found[rank] = with_step_of(found[rank], exact[place])
+            found[rank] = with_step_of(found[rank], exact[place]) if bound is None else bound
     return found
 
 
@@ -153,7 +160,11 @@ class _Shifted:
         """Return what the rank takes with other numbers."""
         base = self.other.at(target)
         found = along(base, self.shift, lambda first, second: first + second)
-        return replace(found, largest_unit=base.largest_unit, at_peak=found.at_moments[highest_moment(found.peaks)])
+        return replace(found, largest_unit=base.largest_unit)
+
+    def with_estimated_step(self, found: StepCosts, blocks: int) -> StepCosts | None:
+        """Return costs with a bound of the peak of the step, as of the other rank; None if it may be high."""
+        return self.other.with_estimated_step(found, blocks)
 
 
 @dataclass(frozen=True)
@@ -181,6 +192,12 @@ class _Lines:
         )
         return cls(pipe, rank, (small, large), (one, other))
 
+    @cached_property
+    def by_block(self) -> tuple[TwoDepths, TwoDepths]:
+        """The costs of all numbers of blocks, with the fewer and with the more micro-batches."""
+        few, more = self.costs
+        return TwoDepths.of(few[0], more[0]), TwoDepths.of(few[1], more[1])
+
     def at(self, target: StagePart) -> StepCosts:
         """Return what a rank takes with other numbers."""
         small, large = self.parts
@@ -188,13 +205,11 @@ class _Lines:
         def line(begin: int, end: int, place: int) -> Callable[[int, int], int]:
             return lambda first, second: first + (second - first) * (place - begin) // max(1, end - begin)
 
-        by_block = line(small.blocks, large.blocks, target.blocks)
-        fewer, more = (along(self.costs[0][at], self.costs[1][at], by_block) for at in (0, 1))
+        fewer, more = (two.at(target.blocks - small.blocks) for two in self.by_block)
         held = along(fewer, more, line(small.in_flight, large.in_flight, target.in_flight))
         moved = along(fewer, more, line(small.micro_batches, large.micro_batches, target.micro_batches))
         return replace(
             held,
-            at_peak=held.at_moments[highest_moment(held.peaks)],
             traffic=moved.traffic,
             calls=moved.calls,
             copies=moved.copies,
@@ -203,8 +218,16 @@ class _Lines:
 
     def is_plain(self, blocks: int) -> bool:
         """Return whether each of so many blocks is updated alone, so that the peak of the step is on a line, too."""
+        return self._chunks.is_plain(blocks)
+
+    def with_estimated_step(self, found: StepCosts, blocks: int) -> StepCosts | None:
+        """Return costs with a bound of the peak of the step, if it has less than half of the highest; else None."""
+        return with_estimated_step(found, self.costs[0][0], self._chunks, blocks)
+
+    @property
+    def _chunks(self) -> UpdateChunks:
         few, more = (pair[0].updated for pair in self.costs)
-        return UpdateChunks(self.parts[0].blocks, few, more).is_plain(blocks)
+        return UpdateChunks(self.parts[0].blocks, few, more)
 
     def is_confirmed(self) -> bool:
         """Simulate more of both, with a step more; return whether that is what the four predict."""

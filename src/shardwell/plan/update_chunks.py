@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
 
 from shardwell.memory import Tier
 from shardwell.optim.param_slices import chunk_lengths
@@ -29,6 +30,19 @@ class UpdateChunks:
 
     def lengths(self, depth: int) -> Counter[int] | None:
         """Return how many chunks have so many units, with so many blocks; None if that cannot be said."""
+        units = self._units(depth)
+        return None if units is None else Counter(chunk_lengths(units))
+
+    def most(self, depth: int) -> int | None:
+        """Return the most elements of a chunk, with so many blocks; None if that cannot be said."""
+        units = self._units(depth)
+        if units is None:
+            return None
+        ends = list(accumulate(chunk_lengths(units), initial=0))
+        return max((sum(units[begin:end]) for begin, end in pairwise(ends)), default=0)
+
+    def _units(self, depth: int) -> list[int] | None:
+        """Return the elements that a rank steps of each unit, with so many blocks."""
         if len(self.second) != len(self.first) + 1:
             return None
         ((block, _),) = Counter(self.second).most_common(1)
@@ -37,7 +51,7 @@ class UpdateChunks:
         grown = [
             one + (other - one) * (depth - self.depth) for one, other in zip(self.first, others, strict=True)
         ]  # such as the small parameters of all blocks that are one unit
-        return Counter(chunk_lengths([*grown[:place], *[block] * (depth - self.depth), *grown[place:]]))
+        return [*grown[:place], *[block] * (depth - self.depth), *grown[place:]]
 
     def is_plain(self, layers: int) -> bool:
         """Return whether each block is updated alone, so that depths of a few blocks tell of all."""
@@ -60,13 +74,25 @@ class UpdateChunks:
 
 def without_step(costs: StepCosts) -> StepCosts:
     """Return costs of which nothing says what the peak of the step is."""
-    return replace(costs, peaks={**costs.peaks, STEP: 0}, at_peak={})
+    moments = {name: states for name, states in costs.at_moments.items() if name != MOMENTS[2]}
+    return replace(costs, peaks={**costs.peaks, STEP: 0}, at_moments=moments, at_peak={})
 
 
-def may_be_highest(costs: StepCosts) -> bool:
-    """Return whether the peak of the step, which few blocks do not tell well, is near the device's highest."""
-    highest = costs.peaks[f"{highest_moment(costs.peaks)} {Tier.DEVICE.value}"]
-    return 2 * costs.peaks[STEP] > highest
+def with_estimated_step(whole: StepCosts, few: StepCosts, chunks: UpdateChunks, layers: int) -> StepCosts | None:
+    """Return costs with about the most that the step can have, if it has less than half of the device's highest peak.
+
+    Beyond what there is when it begins a step takes memory for a chunk at a time. None if it may have more: then a
+    simulation says what its peak is, which few blocks do not tell.
+    """
+    most, own = chunks.most(layers), chunks.most(chunks.depth)
+    if most is None or not own:
+        return None
+    size = whole.at_step + -(-(few.peaks[STEP] - few.at_step) * max(most, own) // own)
+    found = replace(without_step(whole), peaks={**whole.peaks, STEP: size})
+    moment = highest_moment(found.peaks)
+    if moment == MOMENTS[2] or 2 * size > found.peaks[f"{moment} {Tier.DEVICE.value}"]:
+        return None
+    return replace(found, at_peak=found.at_moments[moment])
 
 
 def with_exact_step(whole: StepCosts, chunks: UpdateChunks, layers: int, at: Callable[[int], StepCosts]) -> StepCosts:
