@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from benchmarks.contenders import GPU_CONTENDERS, PROFILED, RANK_CONTENDERS, Trainer, Workload, by_name
+from benchmarks.contenders import GPU_CONTENDERS, ONLY_BY_NAME, PROFILED, RANK_CONTENDERS, Trainer, Workload, by_name
 from benchmarks.model import PRESETS
 from benchmarks.streams import lanes, summarise_trace
 
@@ -134,7 +134,7 @@ def main() -> None:
     """Run the pass that the JSON in argv[1] describes."""
     spec = json.loads(sys.argv[1])
     workload = begin(spec)
-    trainer = by_name((*GPU_CONTENDERS, *RANK_CONTENDERS, PROFILED), spec["contender"]).build(workload)
+    trainer = by_name((*GPU_CONTENDERS, *RANK_CONTENDERS, *ONLY_BY_NAME, PROFILED), spec["contender"]).build(workload)
     if spec["pass"] == "profile":
         result = profile_pass(trainer, workload, Path(spec["profile"]))
     elif spec["pass"] == "lanes":

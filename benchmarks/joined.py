@@ -35,7 +35,7 @@ from benchmarks.measure import circumstances, command_line, keep, told
 from shardwell.parallel import TrafficKind
 
 SHAPES = {"wide": (1024, 16, 16), "narrow": (128, 100, 4), "tiny": (16, 3, 2)}  # width, blocks, rank of the adapters
-WARM_UP, ROWS, LIMIT = 3, 256, 100.0
+WARM_UP, ROWS, LIMIT = 3, 256, 200.0
 WAYS = ("a collective for each group", "one for the unit")
 KINDS = (TrafficKind.ALL_GATHER, TrafficKind.REDUCE_SCATTER, TrafficKind.PUBLISH)
 

@@ -28,7 +28,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.contenders import GPU_CONTENDERS, RANK_CONTENDERS, SAVING, by_name
+from benchmarks.contenders import GPU_CONTENDERS, ONLY_BY_NAME, RANK_CONTENDERS, by_name
 from benchmarks.gpu import interleave
 from benchmarks.gpu_worker import WARM_UP_STEPS
 from benchmarks.launch import RunFailedError, run_ranks
@@ -44,7 +44,7 @@ def measure_all(size: str, ranks: int, args: argparse.Namespace, console: Consol
     spec = {"pass": "timing", "size": size, "batch": args.batch, "steps": args.steps, "device": args.device}
     spec["each"], spec["warm_up"] = False, args.warm_up  # a loop that reads its losses, and waits for nothing else
     names = args.only.split(",") if args.only else [one.name for one in RANK_CONTENDERS]
-    chosen = [by_name((*RANK_CONTENDERS, *GPU_CONTENDERS, SAVING), name) for name in names]
+    chosen = [by_name((*RANK_CONTENDERS, *GPU_CONTENDERS, *ONLY_BY_NAME), name) for name in names]
     missing = {one.name: one.missing() for one in chosen}
     if args.together:
         return measure_together(spec, missing, ranks, args)

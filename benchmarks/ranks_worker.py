@@ -20,10 +20,18 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from benchmarks.contenders import GPU_CONTENDERS, RANK_CONTENDERS, SAVING, EngineTrainer, Trainer, Workload, by_name
+from benchmarks.contenders import (
+    GPU_CONTENDERS,
+    ONLY_BY_NAME,
+    RANK_CONTENDERS,
+    EngineTrainer,
+    Trainer,
+    Workload,
+    by_name,
+)
 from benchmarks.gpu_worker import begin, timing_pass
 
-EVERY = (*RANK_CONTENDERS, *GPU_CONTENDERS, SAVING)  # of two with the same name, the first
+EVERY = (*RANK_CONTENDERS, *GPU_CONTENDERS, *ONLY_BY_NAME)  # of two with the same name, the first
 
 
 def any_rank(flag: bool, device: str) -> bool:
